@@ -517,7 +517,7 @@ def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     """Concatenate the gradients of equal layers to ``(layers x groups, out, in)``.
 
     For two Linears with a weight (out, in) and a bias (out,), the views of the
-    gradients are (out, in) and (out, 1), the axis is 1, and the result is
+    gradients are (1, out, in) and (1, out, 1), the axis is 2, and the result is
     (2, out, in + 1).
 
     Args:
@@ -531,16 +531,14 @@ def to_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
     layers = len(gradients) // num_params
     shapes = layout.views * layers
     views = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
-    if layers > 1 and gradients[0].device.type == "cpu":
+    if layers > 1 and gradients[0].is_cpu:
         # Stacked first: products of matrices with distant rows take twice as long.
-        columns = [torch.stack(views[i::num_params]) for i in range(num_params)]
-        matrices = columns[0]
-        if num_params > 1:
-            matrices = torch.cat(columns, layout.axis + 1)
-    else:
-        # Next to each other along the axis, e.g. (out, 2 (in + 1)); then by layer.
-        matrices = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
-        matrices = matrices.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
+        views = [torch.cat(views[i::num_params]) for i in range(num_params)]
+    matrices = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
+    if len(views) > num_params:
+        # The layers are along the axis, e.g. (1, out, 2 (in + 1)).
+        by_layer = matrices.unflatten(layout.axis, (layers, -1))
+        matrices = by_layer.movedim(layout.axis, 0).squeeze(1)
     if layout.has_groups:
         matrices = matrices.flatten(0, 1)
     return matrices.mT if layout.transposed else matrices
@@ -557,7 +555,7 @@ def split_by_parameter(
     stacked = matrices.mT if layout.transposed else matrices
     if layout.has_groups:
         stacked = stacked.unflatten(0, (layers, -1))
-    parts: Sequence[Tensor] = stacked.split_with_sizes(layout.sizes, layout.axis + 1)
+    parts: Sequence[Tensor] = stacked.split_with_sizes(layout.sizes, layout.axis)
     return parts
 
 
@@ -650,14 +648,16 @@ class LayerBatch:
         return layers
 
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
-        """Split results by the entries of :attr:`params`.
+        """Split results by the entries of :attr:`params`. Their shapes may differ.
 
         On a GPU the parts are contiguous, as most gradients are: a foreach kernel
         copies all tensors only if source and target have equal strides.
         """
         stacks = split_by_parameter(results, self._layout, len(self.blocks))
-        if results.device.type != "cpu":
+        if not results.is_cpu:
             stacks = [stack.contiguous() for stack in stacks]
+        if len(self.blocks) == 1:
+            return list(stacks)
         parts: list[Tensor] = []
         for layer_parts in zip(*map(torch.unbind, stacks), strict=True):
             parts += layer_parts

@@ -628,17 +628,17 @@ class Layout:
 
     Attributes:
         axis: The dimension along which the gradients are concatenated.
-        views: The shape to which each gradient is reshaped. If the layer has one group,
-            the shape has no dimension of groups.
+        views: The shape to which each gradient is reshaped. Its first dimension is 1,
+            for the layer. If the layer has one group, no dimension is for the groups.
         sizes: The size of each gradient along the axis.
-        has_groups: Whether the first dimension of a matrix has the groups.
+        has_groups: Whether the second dimension has the groups.
         transposed: Whether the last two dimensions are swapped after the concatenation.
 
     Examples:
-        Linear(3, 5), weight and bias:       views (5, 3), (5, 1), axis 1
-        two groups of it:                    views (2, 5, 3), (2, 5, 1), axis 2
-        LayerNorm(8), whose G is 16 x 16:    views (8, 1), (8, 1), axis 0
-        LayerNorm(8), whose G is diagonal:   views (8, 1, 1), (8, 1, 1), axis 0
+        Linear(3, 5), weight and bias:       views (1, 5, 3), (1, 5, 1), axis 2
+        two groups of it:                    views (1, 2, 5, 3), (1, 2, 5, 1), axis 3
+        LayerNorm(8), whose G is 16 x 16:    views (1, 8, 1), (1, 8, 1), axis 1
+        LayerNorm(8), whose G is diagonal:   views (1, 8, 1, 1), (1, 8, 1, 1), axis 1
     """
 
     axis: int
@@ -660,10 +660,10 @@ def matrix_layout(shape: FactorShape, sizes: Iterable[int]) -> Layout:
         ones = (1, 1) if has_groups else (1,)
         for size in sizes:
             sizes_along_axis.append(size)
-            views.append((size, *ones))
-        return Layout(0, tuple(views), tuple(sizes_along_axis), has_groups)
+            views.append((1, size, *ones))
+        return Layout(1, tuple(views), tuple(sizes_along_axis), has_groups)
 
-    groups = (shape.groups,) if has_groups else ()
+    groups = (1, shape.groups) if has_groups else (1,)
     for size in sizes:
         n = size // (shape.groups * shape.out_dim)
         sizes_along_axis.append(n)
