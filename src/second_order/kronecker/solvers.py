@@ -22,7 +22,7 @@ Each factor of the batch is then decomposed alone, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import ClassVar, TypeAlias
@@ -86,10 +86,9 @@ _norm: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=(-2, -
 _lengths: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=-2)
 
 
-@contextmanager
 def ieee_matmul(
     device: torch.device, dtype: torch.dtype = torch.float32, *, narrow: bool = False
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Compute float32 products on CUDA in full precision, because TF32 keeps ten bits.
 
     The setting is global in a process, so it must not change while another thread
@@ -104,11 +103,15 @@ def ieee_matmul(
             because it takes a quarter of the time.
     """
     if device.type != "cuda" or dtype == torch.float64:
-        yield
-        return
+        return nullcontext()
+    return _cuda_matmul("tf32" if narrow else "ieee")
+
+
+@contextmanager
+def _cuda_matmul(precision: str) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     previous = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if narrow else "ieee"
+    matmul.fp32_precision = precision
     try:
         yield
     finally:
@@ -180,17 +183,17 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
         inverse = matrix.reciprocal()
         return (inverse,), _zero_if_finite(matrix + inverse)
     factor, info = torch.linalg.cholesky_ex(matrix)
+    # A failed factor gets NaN, so that its error is NaN. Some routines raise for 0.
     failed = info != 0
-    diagonal(factor).masked_fill_(failed.unsqueeze(1), 1.0)  # some routines raise for 0
+    diagonal(factor).masked_fill_(failed.unsqueeze(1), torch.nan)
     inverse = _invert_from_cholesky(factor)
     del factor  # frees memory
 
     # The backward error is small for any condition number, unless the inverse is wrong.
     probe, length = _probe_vector(matrix.shape[-1], matrix.dtype, matrix.device)
-    solved = inverse @ probe
+    solved = torch.bmm(inverse, probe.expand(matrix.shape[0], -1, -1))
     error = _norm(torch.baddbmm(probe, matrix, solved, beta=-1))
-    error = error / torch.addcmul(length, _norm(matrix), _norm(solved))
-    return (inverse,), error.masked_fill_(failed, torch.inf)
+    return (inverse,), error / torch.addcmul(length, _norm(matrix), _norm(solved))
 
 
 def _invert_from_cholesky(factor: Tensor) -> Tensor:
@@ -234,13 +237,15 @@ class Attempts:
         routine: The routine that decomposes a batch.
         dtype: The dtype of the parts; None for that in which they were computed.
         parts: The decomposition of each factor; None if the routine raised.
-        errors: The relative errors of each factor, ``(groups,)``.
+        order: The indices of the factors, batch by batch.
+        errors: The relative errors of each batch, ``(factors x groups,)``.
     """
 
     problems: Sequence[Problem]
     routine: Decompose
     dtype: torch.dtype | None
     parts: Sequence[Decomposition | None]
+    order: Sequence[int]
     errors: Sequence[Tensor]
 
     def finish(self) -> list[Decomposition | None]:
@@ -256,10 +261,12 @@ class Attempts:
         """
         inaccurate: list[int] = []
         start = 0
-        for i, problem in enumerate(self.problems):
-            stop = start + len(problem.stored)
-            if not all(error < RESIDUAL_TOLERANCE for error in errors[start:stop]):
-                inaccurate.append(i)  # NaN is not small
+        for i in self.order:
+            stop = start + self.problems[i].stored.shape[0]
+            for error in errors[start:stop]:
+                if not error < RESIDUAL_TOLERANCE:  # large, or NaN
+                    inaccurate.append(i)
+                    break
             start = stop
         return inaccurate
 
@@ -291,24 +298,26 @@ def attempt_all(
         dtype: The dtype of the parts; None for that in which they were computed.
     """
     parts: list[Decomposition | None] = [None] * len(problems)
-    errors: dict[int, Tensor] = {}
+    order: list[int] = []
+    errors: list[Tensor] = []
     for batch in _split_into_batches(problems):
         members = [problems[i] for i in batch]
-        sizes = [len(problem.stored) for problem in members]
         matrices = _build_matrices(members, members[0].dtype)
+        order += batch
         try:
             with ieee_matmul(matrices.device, matrices.dtype):
                 batch_parts, batch_errors = routine(matrices)
         except RuntimeError:
             # It may be a LinAlgError, another error of the library, or out of memory.
-            batch_errors = matrices.new_full((len(matrices),), torch.inf)
-        else:
-            columns = [part.split(sizes) for part in _in_dtype(batch_parts, dtype)]
-            for i, own_parts in zip(batch, zip(*columns, strict=True), strict=True):
-                parts[i] = own_parts
-        errors.update(zip(batch, batch_errors.split(sizes), strict=True))
-    in_order = [errors[i] for i in range(len(problems))]
-    return Attempts(problems, routine, dtype, parts, in_order)
+            errors.append(matrices.new_full((len(matrices),), torch.inf))
+            continue
+        errors.append(batch_errors)
+        sizes = [problem.stored.shape[0] for problem in members]
+        in_dtype = _in_dtype(batch_parts, dtype)
+        columns = [part.split_with_sizes(sizes) for part in in_dtype]
+        for i, own_parts in zip(batch, zip(*columns, strict=True), strict=True):
+            parts[i] = own_parts
+    return Attempts(problems, routine, dtype, parts, order, errors)
 
 
 def _decompose_in_float64(
@@ -352,7 +361,8 @@ def _split_into_batches(problems: Sequence[Problem]) -> list[list[int]]:
         max_bytes = BATCH_BYTES
         if stored.device.type == "cpu":
             max_bytes = CPU_BATCH_BYTES
-        sizes.append(len(stored) * problem.dim**2 * problem.dtype.itemsize / max_bytes)
+        nbytes = stored.shape[0] * problem.dim**2 * problem.dtype.itemsize
+        sizes.append(nbytes / max_bytes)
     return group_equal(keys, sizes, max_size=1)
 
 
@@ -537,15 +547,16 @@ class Inverse:
         A view of a larger batch or of a message is copied first, because it would
         keep the whole memory.
         """
-        by_layer: list[dict[str, Tensor]] = []
-        for name, tensor in self.entries.items():
+        columns: list[Sequence[Tensor]] = []
+        for tensor in self.entries.values():
             is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
             own = tensor.clone() if is_part else tensor
-            parts = own.unflatten(0, (-1, groups)).unbind()
-            by_layer = by_layer or [{} for _ in parts]
-            for entries, part in zip(by_layer, parts, strict=True):
-                entries[name] = part
-        return [replace(self, entries=entries) for entries in by_layer]
+            columns.append(own.split(groups))
+        inverses: list[Inverse] = []
+        for parts in zip(*columns, strict=True):
+            entries = dict(zip(self.entries, parts, strict=True))
+            inverses.append(type(self)(entries))
+        return inverses
 
 
 class EigenInverse(Inverse):

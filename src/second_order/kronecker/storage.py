@@ -100,7 +100,7 @@ def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     device = tensors[0].device
-    flat = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
+    flat = torch.cat([tensor.flatten().to(device) for tensor in tensors])
     numbers: list[float] = flat.tolist()
     return numbers
 
@@ -203,7 +203,9 @@ def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> 
 
 # Largest n whose triangles are packed by a gather. For n = 320, packing and unpacking
 # take 85 µs on one core by gathers, and 137 by block copies. The indices of a gather
-# take 6 n² bytes for each n, which would be too much for large n.
+# take 6 n² bytes for each n, which would be too much for large n. The gathers work on
+# two dimensions, because on a CPU ``index_select`` is ten times slower along the last
+# of three or more.
 GATHERED_UP_TO = 320
 
 
@@ -222,7 +224,9 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
     dim = matrix.shape[-1]
     if dim <= GATHERED_UP_TO:
         indices = _gather_indices(dim, matrix.device)
-        return _gather(matrix.reshape(-1, dim * dim), indices.pack, matrix.shape[:-2])
+        rows = matrix.reshape(-1, dim * dim)
+        packed = rows.index_select(1, indices.pack)
+        return packed.view(*matrix.shape[:-2], packed_length(dim))
     return _pack_by_blocks(matrix)
 
 
@@ -310,26 +314,17 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
     Raises:
         ValueError: If the last dimension is not ``dim (dim + 1) / 2``.
     """
-    if packed.shape[-1] != packed_length(dim):
+    length = packed_length(dim)
+    if packed.shape[-1] != length:
         raise ValueError(
-            f"a packed triangle of dimension {dim} has {packed_length(dim)} elements, "
+            f"a packed triangle of dimension {dim} has {length} elements, "
             f"got {packed.shape[-1]}"
         )
     if dim <= GATHERED_UP_TO:
         indices = _gather_indices(dim, packed.device)
-        rows = packed.reshape(-1, packed.shape[-1])
-        batch = packed.shape[:-1]
-        return _gather(rows, indices.unpack, batch).view(*batch, dim, dim)
+        matrices = packed.reshape(-1, length).index_select(1, indices.unpack)
+        return matrices.view(*packed.shape[:-1], dim, dim)
     return _unpack_by_blocks(packed, dim)
-
-
-def _gather(rows: Tensor, index: Tensor, batch: torch.Size) -> Tensor:
-    """Select columns of ``(matrices, length)``, as ``(*batch, columns)``.
-
-    The rows have two dimensions, because on a CPU ``index_select`` is ten times slower
-    along the last of three or more.
-    """
-    return rows.index_select(1, index).view(*batch, len(index))
 
 
 def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
