@@ -738,7 +738,7 @@ gradients of experts without the weights of their tokens
 == kronecker/verification.py
 layers that are verified only at the start
   <-  verification::a_weight_used_outside_of_its_module_is_also_found_later
-    sum(step >= first for first in VERIFIED_FROM)  =>  1
+    bisect_right(VERIFIED_FROM, step)  =>  1
 a penalty on the weight's length counted as unexplained
   <-  verification::a_weight_penalty_does_not_hide_missing_pairs
     if weights:  =>  if False:
@@ -868,7 +868,7 @@ rows without an example in the A of equal Linears
     x = x * row_mask.mask.to(x.device).unsqueeze(-1)  =>  pass
 statistics that are not finite are not counted as dropped
   <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
-    count_dropped(layers, bad)  =>  pass
+    count_dropped([pair.staged for pair in in_order], bad)  =>  pass
 a gradient's scale once instead of squared
   <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
     factors["G"].mul_(scale**2)  =>  factors["G"].mul_(scale)

@@ -82,7 +82,7 @@ def call_after_pass(function: Callable[[], None]) -> None:
 
 def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:
     """Whether the running pass accumulates into a parameter of the module itself."""
-    return any(is_reached(p) for p in params_in_pass(module, fsdp).values())
+    return any(map(is_reached, params_in_pass(module, fsdp).values()))
 
 
 def params_in_pass(module: nn.Module, fsdp: FSDPParams | None) -> dict[str, Tensor]:

@@ -193,7 +193,7 @@ class KroneckerBlock:
     @property
     def trainable(self) -> bool:
         """Whether the weight is trainable now."""
-        return self.weight.requires_grad
+        return self.all_params[0].requires_grad
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -225,12 +225,14 @@ class KroneckerBlock:
         """Reset a layer that was moved, or whose bias was frozen or unfrozen."""
         if not self.trainable:
             return
-        was_moved = self.weight.device != self.staged.device
+        device = self.weight.device
+        was_moved = device != self.staged.device
         if was_moved or self._bias_is_trainable() != self.trains_bias:
-            self._reset(self.staged.dropped.to(self.weight.device))
+            self._reset(self.staged.dropped.to(device))
 
     def _bias_is_trainable(self) -> bool:
-        return self.bias is not None and self.bias.requires_grad
+        bias = self.bias
+        return bias is not None and bias.requires_grad
 
     def _shape_if(self, training: Sequence[bool]) -> FactorShape:
         """The sizes of the factors if these of the parameters are trainable."""

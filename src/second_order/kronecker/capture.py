@@ -474,6 +474,7 @@ class Capture:
     Attributes:
         gate: Whether pairs are captured from now on, in compiled graphs as well.
         missed: By layer, why one of its pairs did not count, or why it may have none.
+        sampled: Whether the pairs are those of sampled labels.
         root_calls: The number of model calls for which labels have been sampled.
     """
 
@@ -502,17 +503,13 @@ class Capture:
 
         # Sampled labels.
         self._sampler = sampler
+        self.sampled = sampler is not None
         self.root_calls = 0
         self._inside_model = False
         # The hooks of the model's running call.
         self._pending: list[tuple[_NodeHook, GradientEdge]] = []
         # Dynamo's callback (a function, False or None), while the model runs eagerly.
         self._compiler: Any = None
-
-    @property
-    def sampled(self) -> bool:
-        """Whether the pairs are those of sampled labels."""
-        return self._sampler is not None
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Capture the pairs of exactly these layers.
@@ -596,8 +593,11 @@ class Capture:
         candidates = [module]
         if with_attention:
             candidates.append(cast(nn.Module, module.out_proj))
-        observed = [layer for layer in candidates if layer in self._observed]
-        layers = [layer for layer in observed if self._consumer.wants(layer)]
+        layers = [
+            layer
+            for layer in candidates
+            if layer in self._observed and self._consumer.wants(layer)
+        ]
         if autograd.inside_functorch():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return

@@ -127,6 +127,15 @@ class FactorShape:
         return len(self.dims) + self.routed
 
     @cached_property
+    def record_parts(self) -> tuple[int, ...]:
+        """Lengths of the parts of a record, the numbers that belong to a layer's sums.
+
+        A record has the number of rows that A sums over, then for each factor the mean
+        eigenvalue of each group, and for routed layers the number of rows of each group.
+        """
+        return 1, *[self.groups] * self.record_size
+
+    @cached_property
     def gradient_shape(self) -> tuple[int, int, int]:
         """Shape of the gradient as one matrix per group."""
         return self.groups, self.out_dim, self.in_dim
@@ -480,7 +489,7 @@ class Linear(LayerKind):
     transposed: bool = False
     assumed: bool = False
 
-    @property
+    @cached_property
     def multiplies_rows(self) -> bool:  # type: ignore[override]
         return self.rows is None
 
@@ -513,7 +522,8 @@ class Linear(LayerKind):
         return same_sizes and is_dense and d.numel() * in_dim == x.numel() * out_dim
 
     def gradient_rows(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
-        _, d = self._to_rows(module, x, d)
+        if self.rows is not None:
+            _, d = self.rows(module, x, d)
         return pair_rows(d.shape[:-1], d, self.family)
 
     def _weight_shape(self, module: nn.Module) -> Sequence[int]:

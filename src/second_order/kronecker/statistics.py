@@ -49,6 +49,7 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
     Approximation,
+    FactorShape,
     PairOptions,
     PairStatistics,
     RowMask,
@@ -120,12 +121,14 @@ class Pair:
         gradient: ``(rows, out)``, nonzero in the rows with a gradient. None once these
             rows are recorded in the group.
         index: Indices of the group's rows that the pair has. None for all.
+        staged: The statistics that the pair belongs to.
+        tensors: The pair's tensors.
         size: Number of elements of the pair and of its sums.
         nbytes: Bytes that the pair keeps, but at least 4 per element in ``size``. A
             slice keeps the memory of its whole tensor.
         cleared_at: ``staged.cleared_at`` when this object was made. ``replace`` reads
             it again.
-        versions: The version counters of the pair's tensors when this object was made.
+        versions: The version counters of ``tensors`` when this object was made.
             In-place operations increase them.
     """
 
@@ -137,36 +140,37 @@ class Pair:
     group: RowGroup
     gradient: Tensor | None
     index: Tensor | None = None
+    staged: StagedStatistics = field(init=False)
+    tensors: tuple[Tensor, ...] = field(init=False)
     size: int = field(init=False)
     nbytes: int = field(init=False)
     cleared_at: int = field(init=False)
-    versions: tuple[int, ...] = field(init=False)
+    versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.staged = self.block.staged
         self.cleared_at = self.staged.cleared_at
+        self.tensors = (self.x, self.d)
+        if isinstance(self.x, Routed):
+            self.tensors = (self.x.hidden, self.x.index, self.x.weights, self.d)
         self.size = self.staged.shape.elements
+        self.versions = []
         storage_bytes = 0
-        tensors = _tensors_of(self.x, self.d)
-        for tensor in tensors:
+        for tensor in self.tensors:
             self.size += tensor.numel()
+            self.versions.append(tensor._version)
             storage_bytes += tensor.untyped_storage().nbytes()
         self.nbytes = max(4 * self.size, storage_bytes)
-        self.versions = tuple([tensor._version for tensor in tensors])
-
-    @property
-    def staged(self) -> StagedStatistics:
-        """The statistics that the pair belongs to."""
-        return self.block.staged
 
     @property
     def is_valid(self) -> bool:
         """Whether the layer's statistics have not been cleared in the meantime."""
-        return self.cleared_at == self.staged.cleared_at
+        return self.cleared_at == self.block.staged.cleared_at
 
     @property
     def is_unchanged(self) -> bool:
         """Whether no tensor of the pair has been changed in place."""
-        return self.versions == tuple([t._version for t in _tensors_of(self.x, self.d)])
+        return self.versions == [tensor._version for tensor in self.tensors]
 
 
 class ReadyPair(NamedTuple):
@@ -174,12 +178,6 @@ class ReadyPair(NamedTuple):
 
     pair: Pair
     row_mask: RowMask
-
-
-def _tensors_of(x: Any, d: Tensor) -> tuple[Tensor, ...]:
-    if isinstance(x, Routed):
-        return x.hidden, x.index, x.weights, d
-    return x, d
 
 
 # ---------------------------------------------------------------------------- collector
@@ -250,19 +248,16 @@ class StatisticsCollector:
         """Use captured gradients as they are, because no GradScaler scales the loss."""
         self.gradient_scale = GradientScale(None)
 
-    def _trainable_blocks(self, module: nn.Module) -> list[KroneckerBlock]:
-        return [block for block in self._blocks.get(module, ()) if block.trainable]
-
     # --------------------------------------------------------------------- pair by pair
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module is trainable now."""
-        return bool(self._trainable_blocks(module))
+        return any(block.trainable for block in self._blocks.get(module, ()))
 
     def verify(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
-        for block in self._trainable_blocks(module):
-            if block.fits_pair(module, x, d):
+        for block in self._blocks.get(module, ()):
+            if block.trainable and block.fits_pair(module, x, d):
                 self._verify(block, module, x, d)
 
     def _verify(
@@ -294,13 +289,9 @@ class StatisticsCollector:
                 backward pass may go through several calls.
             again: Whether an earlier backward pass went through this call.
         """
-        blocks = self._begin_pass(module, pass_id)
-        blocks = self._select_fitting(blocks, module, x, d)
+        blocks = self._check_blocks(module, x, d, pass_id)
         if not blocks:
             return
-        if not self.sampled:
-            for block in blocks:
-                self._verify(block, module, x, d)
         backward_pass = self._find_pass(pass_id)
         if again:
             self._mark_repeated(backward_pass, blocks)
@@ -354,33 +345,35 @@ class StatisticsCollector:
             self._pairs.append(pair)
             self._bytes += pair.nbytes
 
-    def _begin_pass(self, module: nn.Module, pass_id: int) -> list[KroneckerBlock]:
-        """Return a module's trainable blocks, and clear outdated statistics."""
-        blocks = self._trainable_blocks(module)
+    def _check_blocks(
+        self, module: nn.Module, x: Any, d: Tensor, pass_id: int
+    ) -> list[KroneckerBlock]:
+        """Return a module's trainable blocks whose sizes a pair fits.
+
+        This clears outdated statistics, and compares the pair with the gradient, if
+        that is due. Blocks that the pair does not fit fail the comparison.
+        """
         # With sampled labels, one backward pass delivers the pairs of several calls.
         running_pass = autograd.current_pass() if self.sampled else pass_id
-        for block in blocks:
+        fitting: list[KroneckerBlock] = []
+        for block in self._blocks.get(module, ()):
+            if not block.trainable:
+                continue
             # The user may have dropped the gradients that the statistics belong to.
             lacks_gradient = block.begin_pass(running_pass, pass_id)
             if lacks_gradient and not self._has_unreduced_gradients(module):
                 block.staged.clear()
-        return blocks
+            if not block.fits_pair(module, x, d):
+                block.record_residual(1.0)  # the pair does not reproduce the gradient
+                continue
+            if not self.sampled:
+                self._verify(block, module, x, d)
+            fitting.append(block)
+        return fitting
 
     def _has_unreduced_gradients(self, module: nn.Module) -> bool:
         """Whether FSDP2 has not averaged the gradients of earlier passes yet."""
         return self.fsdp is not None and self.fsdp.has_unreduced_gradients(module)
-
-    def _select_fitting(
-        self, blocks: Iterable[KroneckerBlock], module: nn.Module, x: Any, d: Tensor
-    ) -> list[KroneckerBlock]:
-        """Return the blocks whose sizes the pair fits. Others fail verification."""
-        fitting: list[KroneckerBlock] = []
-        for block in blocks:
-            if block.fits_pair(module, x, d):
-                fitting.append(block)
-            else:
-                block.record_residual(1.0)  # the pair does not reproduce the gradient
-        return fitting
 
     def _mark_repeated(
         self, backward_pass: BackwardPass, blocks: Iterable[KroneckerBlock]
@@ -454,7 +447,9 @@ class StatisticsCollector:
                 if pass_is_over or group.all_take_part:
                     if id(group) not in row_masks:
                         row_masks[id(group)] = pair.backward_pass.find_row_mask(group)
-                    row_mask = select_rows(row_masks[id(group)], pair.index)
+                    row_mask = row_masks[id(group)]
+                    if pair.index is not None:
+                        row_mask = select_rows(row_mask, pair.index)
                     ready.append(ReadyPair(pair, row_mask))
                 elif self._can_split(pair):
                     first, rest = split_pair(pair)
@@ -512,40 +507,46 @@ class StatisticsCollector:
 
         for pairs in rounds:
             pairs.sort(key=lambda each: self._positions.get(each.pair.block, 0))
-            layers = [each.pair.staged for each in pairs]
-            keys = [(staged.device, _record_length(staged)) for staged in layers]
+            keys: list[tuple[torch.device, tuple[int, ...]]] = []
+            for each in pairs:
+                staged = each.pair.staged
+                keys.append((staged.device, staged.shape.record_parts))
             for group in group_equal(keys):
-                device = layers[group[0]].device
+                device, _ = keys[group[0]]
                 with autograd.without_autocast(device):
                     self._add_together([pairs[i] for i in group])
 
     def _add_together(self, ready: Sequence[ReadyPair]) -> None:
-        """Add pairs of different layers on one device, with equally long records."""
+        """Add pairs of different layers on one device, with records of equal parts."""
         first = ready[0].pair.staged
-        sizes = [each.pair.size for each in ready]
-        max_size = max_stacked_elements(first.device)
-        groups = group_equal([self._batch_key(each) for each in ready], sizes, max_size)
-        batches = [[ready[i] for i in group] for group in groups]
-        lengths = [len(batch) for batch in batches]
-        in_order = [each.pair for batch in batches for each in batch]
-        layers = [pair.staged for pair in in_order]
+        keys: list[_BatchKey] = []
+        sizes: list[int] = []
+        for each in ready:
+            keys.append(self._batch_key(each))
+            sizes.append(each.pair.size)
+        groups = group_equal(keys, sizes, max_stacked_elements(first.device))
+        lengths = [len(group) for group in groups]
 
-        # The sums of equal layers are computed together. Each layer has a record of
-        # numbers, in the order that `_record_length` describes.
-        size = (len(layers), _record_length(first))
+        # The sums of equal layers are computed together.
+        size = (len(ready), sum(first.shape.record_parts))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
+        scale = self.gradient_scale(records)
+        in_order: list[Pair] = []
         sums: list[dict[str, Tensor]] = []
-        for batch, part in zip(batches, records.split(lengths), strict=True):
-            sums.append(self._sum_batch(batch, part))
+        for group, part in zip(groups, records.split_with_sizes(lengths), strict=True):
+            batch = [ready[i] for i in group]
+            in_order += [each.pair for each in batch]
+            sums.append(self._sum_batch(keys[group[0]], batch, part, scale))
 
         # Non-finite sums and sums close to overflow are dropped: they count as zeros.
         # If a sum of outer products has a non-finite element, its mean eigenvalue is
-        # not finite either. On a CPU, reading `bad` costs less than a pass over the
+        # not finite either. On a CPU, reading `good` costs less than a pass over the
         # sums. Devices are not read.
-        bad = ~is_far_from_overflow(records.sum(1))
-        if bad.device.type != "cpu" or bad.any():
+        good = is_far_from_overflow(records.sum(1))
+        if good.device.type != "cpu" or not good.all():
+            bad = ~good
             records.masked_fill_(bad.unsqueeze(1), 0.0)
-            count_dropped(layers, bad)
+            count_dropped([pair.staged for pair in in_order], bad)
             for stacks, dropped in zip(sums, bad.split(lengths), strict=True):
                 for stack in stacks.values():
                     mask = dropped.view(-1, *[1] * (stack.dim() - 1))
@@ -562,14 +563,14 @@ class StatisticsCollector:
             added.append(PairSums(pair.staged, pair.backward_pass.number, sums_of_pair))
         add_pairs(added)
 
-    def _batch_key(self, ready: ReadyPair) -> Hashable:
+    def _batch_key(self, ready: ReadyPair) -> _BatchKey:
         """A key that is equal for pairs whose sums are computed together."""
         pair = ready.pair
-        sizes: Hashable = None
+        linears: Hashable = None
         if self._is_multiplied_in_batch(pair):
             dtypes = (pair.x.dtype, pair.d.dtype)
-            sizes = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
-        return sizes, pair.staged.shape, id(ready.row_mask.mask)
+            linears = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
+        return _BatchKey(pair.staged.shape, id(ready.row_mask.mask), linears)
 
     def _is_multiplied_in_batch(self, pair: Pair) -> bool:
         """Whether the pair, of a Linear, is multiplied in one batch with equal pairs.
@@ -579,24 +580,29 @@ class StatisticsCollector:
         kind = pair.block.kinds.get(pair.module)
         if type(pair.block) is not KroneckerBlock or kind is None:
             return False
-        is_small = pair.size <= max_stacked_elements(pair.d.device)
-        return kind.multiplies_rows and (is_small or pair.d.device.type != "cpu")
+        device = pair.d.device
+        is_small = pair.size <= max_stacked_elements(device)
+        return kind.multiplies_rows and (is_small or device.type != "cpu")
 
     def _sum_batch(
-        self, ready: Sequence[ReadyPair], records: Tensor
+        self,
+        key: _BatchKey,
+        ready: Sequence[ReadyPair],
+        records: Tensor,
+        scale: Tensor | float,
     ) -> dict[str, Tensor]:
-        """Compute the sums of pairs with one :meth:`_batch_key`.
+        """Compute the sums of pairs with one key, whose gradients have a scale.
 
         Returns the stacked sums by factor, as they are stored, and fills in
         ``records``.
         """
-        pairs = [each.pair for each in ready]
-        shape = pairs[0].staged.shape
+        shape = key.shape
+        count, *means = records.split_with_sizes(shape.record_parts, 1)
 
         # Sums of outer products, and the number of data rows that A sums over.
-        if self._is_multiplied_in_batch(pairs[0]):
-            factors, examples = self._multiply_linears(pairs, ready[0].row_mask)
-            records.select(1, 0).fill_(examples)
+        if key.linears is not None:
+            factors, num_examples = self._multiply_linears(ready)
+            count.fill_(num_examples)
         else:
             with ieee_matmul(records.device):
                 formed = [
@@ -605,26 +611,23 @@ class StatisticsCollector:
             factors = {}
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])
-            num_examples = [each.num_examples for each in formed]
-            records[:, 0] = merge_numbers(num_examples, records)
+            counts = [each.num_examples for each in formed]
+            records[:, 0] = merge_numbers(counts, records)
             if shape.routed:
-                counts = [cast(Tensor, each.examples_per_group) for each in formed]
-                records[:, -shape.groups :] = torch.stack(counts)
+                by_group = [cast(Tensor, each.examples_per_group) for each in formed]
+                means[-1].copy_(torch.stack(by_group))
 
         # Undo the scale of the gradients. A of gradient-factored layers has it as well.
-        scale = self.gradient_scale(factors["G"])
         if isinstance(scale, Tensor) or scale != 1:
             factors["G"].mul_(scale**2)
             if shape.gradient_factored:
                 factors["A"].mul_(scale**2)
 
         # Mean eigenvalues, which are the means of the diagonals, and triangles.
-        column = 1
-        for name, factor in factors.items():
+        for (name, factor), mean in zip(factors.items(), means, strict=False):
             is_matrix = name not in shape.diagonals
             diagonal = factor.diagonal(dim1=-2, dim2=-1) if is_matrix else factor
-            torch.mean(diagonal, -1, out=records.narrow(1, column, shape.groups))
-            column += shape.groups
+            torch.mean(diagonal, -1, out=mean)
             if is_matrix:
                 factors[name] = pack_upper_triangular(factor)
         return factors
@@ -643,7 +646,7 @@ class StatisticsCollector:
         return pair.block.statistics(pair.module, x, pair.d.to(dtype), options)
 
     def _multiply_linears(
-        self, pairs: Sequence[Pair], row_mask: RowMask
+        self, ready: Sequence[ReadyPair]
     ) -> tuple[dict[str, Tensor], int | Tensor]:
         """Compute A and G of the equal pairs of n Linears, with batched products.
 
@@ -653,22 +656,22 @@ class StatisticsCollector:
         Returns:
             A and G, ``(n, 1, size, size)`` each, and the number of examples of a pair.
         """
-        first = pairs[0]
+        first, row_mask = ready[0]
         dtype = first.staged.dtype
         is_reduced = self.approximation == "reduce" and first.x.dim() > 2
         # With "reduce", x and d are means and sums, which 16 bits do not hold.
         two_bytes = first.x.dtype.itemsize == first.d.dtype.itemsize == 2
         is_narrow = two_bytes and not is_reduced
-        x = as_stack([pair.x for pair in pairs]).to(dtype)
-        d = as_stack([pair.d for pair in pairs]).to(dtype)
+        x = as_stack([each.pair.x for each in ready]).to(dtype)
+        d = as_stack([each.pair.d for each in ready]).to(dtype)
 
         # With "reduce", a row is an example's mean input and the sum of its gradients.
         if is_reduced:
             num_examples = len(first.d)
-            sizes = (len(pairs) * num_examples, first.d.shape[1:-1].numel())
+            sizes = (len(ready) * num_examples, first.d.shape[1:-1].numel())
             repeated_mask = row_mask
             if row_mask.mask is not None:
-                repeated_mask = RowMask(row_mask.mask.repeat(len(pairs)), 0)
+                repeated_mask = RowMask(row_mask.mask.repeat(len(ready)), 0)
             x = x.reshape(*sizes, x.shape[-1])
             d = d.reshape(*sizes, d.shape[-1])
             x, d = reduce_positions(x, d, repeated_mask)
@@ -676,8 +679,10 @@ class StatisticsCollector:
             num_rows = num_examples
         else:
             num_rows = first.d.shape[:-1].numel()
-        x = x.reshape(len(pairs), num_rows, x.shape[-1])
-        d = d.reshape(len(pairs), num_rows, d.shape[-1])
+        if x.dim() != 3:
+            x = x.reshape(len(ready), num_rows, x.shape[-1])
+        if d.dim() != 3:
+            d = d.reshape(len(ready), num_rows, d.shape[-1])
 
         # Rows that do not take part are zero in A. In G they are zero already.
         if first.block.trains_bias:
@@ -690,6 +695,14 @@ class StatisticsCollector:
         return {"A": a.unsqueeze(1), "G": g.unsqueeze(1)}, row_mask.count
 
 
+class _BatchKey(NamedTuple):
+    """Equal for pairs whose sums are computed together."""
+
+    shape: FactorShape
+    mask_id: int  # of the mask of the rows that take part
+    linears: Hashable  # not None if the pairs are multiplied in one batch
+
+
 def _split_by_layer(stacks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Split the stacks of a batch's factors, by name, into each layer's factors."""
     layers: list[dict[str, Tensor]] = [{} for _ in range(len(stacks["G"]))]
@@ -697,15 +710,6 @@ def _split_by_layer(stacks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         for factors, part in zip(layers, stack.unbind(), strict=True):
             factors[name] = part
     return layers
-
-
-def _record_length(staged: StagedStatistics) -> int:
-    """Length of a layer's record.
-
-    A record has the number of rows that A sums over, then for each factor the mean
-    eigenvalue of each group, and for routed layers the number of rows of each group.
-    """
-    return 1 + staged.shape.record_size * staged.shape.groups
 
 
 # ----------------------------------------------------------------- which rows take part
@@ -755,10 +759,8 @@ def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
             group.add(full_row_mask(group.num_rows))
 
 
-def select_rows(row_mask: RowMask, index: Tensor | None) -> RowMask:
-    """Return the mask of the rows in ``index``, or of all rows, from a group's mask."""
-    if index is None:
-        return row_mask
+def select_rows(row_mask: RowMask, index: Tensor) -> RowMask:
+    """Return the mask of the rows in ``index`` from a group's mask."""
     if row_mask.mask is None:
         return full_row_mask(len(index))
     return to_row_mask(row_mask.mask[index])

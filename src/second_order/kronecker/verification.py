@@ -26,6 +26,7 @@ training and again later.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
@@ -152,7 +153,7 @@ class Verification:
 
 def comparisons_due(step: int) -> int:
     """Return how many comparisons a layer should have had by a step."""
-    return VERIFIED_STEPS * sum(step >= first for first in VERIFIED_FROM)
+    return VERIFIED_STEPS * bisect_right(VERIFIED_FROM, step)
 
 
 def residuals(verifications: Sequence[Verification]) -> list[float]:
