@@ -66,7 +66,7 @@ from second_order.kronecker.solvers import (
     Inverse,
     Problem,
 )
-from second_order.kronecker.storage import DeviceRead, as_stack, merge_numbers
+from second_order.kronecker.storage import DeviceRead, join_groups, merge_numbers
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.context import Training
 from second_order.training.curvature import PendingAverage
@@ -230,13 +230,15 @@ def stack_means(
     """
     same_shape: dict[object, dict[KroneckerBlock, Tensor]] = {}
     for block, layer_factors in factors.items():
-        means = layer_factors.factor_means
-        key = (means.shape, means.dtype, means.device, block.shape.exact)
+        means = layer_factors.means
+        shape = block.shape
+        key = (means.shape, means.dtype, means.device, shape.factor_names, shape.exact)
         same_shape.setdefault(key, {})[block] = means
     stacks: list[tuple[list[KroneckerBlock], Tensor]] = []
     for by_layer in same_shape.values():
+        blocks = list(by_layer)
         stack = torch.stack(list(by_layer.values()), dim=1)
-        stacks.append((list(by_layer), stack))
+        stacks.append((blocks, stack[: len(blocks[0].shape.factor_names)]))
     return stacks
 
 
@@ -348,7 +350,7 @@ class Inverses:
             # Damp the factors of the due layers, and submit them to the inverter.
             if due:
                 self.damping_option = self._evaluate_damping_option()
-            self._submit(due, mean_curvature)
+                self._submit(due, mean_curvature)
 
             # Collect the decompositions that are finished.
             cosine_tensors: dict[KroneckerBlock, Tensor] = {}
@@ -375,7 +377,8 @@ class Inverses:
             # Some due layers were still pending above. Submit those that are finished
             # and have an inverse. The others wait until they are due again.
             resubmitted = [block for block in due_while_pending if block.solved]
-            self._submit(resubmitted, mean_curvature)
+            if resubmitted:
+                self._submit(resubmitted, mean_curvature)
         except BaseException:
             # The results of pending layers may be lost, so compute everything again.
             self._drop_pending()
@@ -479,15 +482,15 @@ class Inverses:
         """
         dampings: dict[KroneckerBlock, LayerDamping] = {}
         for blocks, means in stack_means(factors):
-            curvature = layer_mean_curvature(means).unsqueeze(-1)  # (layers, 1)
+            curvature = layer_mean_curvature(means)  # (layers,)
 
-            # damping=: a number or a tensor, (1, 1) if all share it, else (layers, 1).
+            # damping=: a number or a tensor, a scalar if all share it, else (layers,).
             damping_options = [pending[b].damping_option for b in blocks]
             damping_option: Any = merge_numbers(damping_options, curvature)
             if isinstance(damping_option, Tensor):
-                damping_option = damping_option.to(curvature).view(-1, 1)
+                damping_option = damping_option.to(curvature)
 
-            # γ has the same type and shape; it is (layers, 1) if damping is relative.
+            # γ has the same type and shape; it is (layers,) if damping is relative.
             damping = damping_option
             if self.options.relative_damping:
                 # All of these layers were submitted at one step, so they share a floor.
@@ -499,10 +502,11 @@ class Inverses:
                 damping = damping_option * positive.clamp_min(floor)
 
             # Split all numbers by layer.
+            mean_eigenvalues = (curvature + damping).unbind()
             layer_dampings: Sequence[Damping] = [damping] * len(blocks)
             if isinstance(damping, Tensor):
-                layer_dampings = damping.expand(len(blocks), 1).squeeze(-1).unbind()
-            mean_eigenvalues = (curvature + damping).squeeze(-1).unbind()
+                layer_dampings = damping.expand_as(curvature).unbind()
+                damping = damping.unsqueeze(-1)  # the groups of a layer share it
             shape = blocks[0].shape
             added: list[dict[str, Tensor]] = [{} for _ in blocks]
             split = self.solver.split_damping(means, damping, shape.exact)
@@ -597,10 +601,6 @@ class Inverses:
     ) -> dict[KroneckerBlock, Outcome]:
         """Agree with all ranks on the outcomes of pending layers. Collective.
 
-        The ranks send a CPU tensor, so the host does not synchronize with the device.
-        The all-reduce overlaps with the average of the gradients. Both are complete
-        when this returns.
-
         Returns:
             The outcomes of the layers for which any rank has one.
         """
@@ -610,24 +610,37 @@ class Inverses:
             # The inverter only returns layers that a step must wait for, so no rank has
             # an outcome at this step.
             blocks = []
-        local = [float(self._local_outcome(block)) for block in blocks]
+        agreed = [self._local_outcome(block) for block in blocks]
+        if self.training.world.size > 1:
+            agreed = self._max_over_ranks(agreed, gradients)
+
+        return {
+            block: outcome
+            for block, outcome in zip(blocks, agreed, strict=True)
+            if outcome is not Outcome.PENDING
+        }
+
+    def _max_over_ranks(
+        self, local: Sequence[Outcome], gradients: PendingAverage
+    ) -> list[Outcome]:
+        """Return the largest outcome of each layer over all ranks.
+
+        The ranks send a CPU tensor, so the host does not synchronize with the device.
+        The all-reduce overlaps with the average of the gradients. Both are complete
+        when this returns.
+        """
         message = torch.tensor(local, dtype=torch.float32, device="cpu")
+        messages = [message] if local else []
 
         # The all-reduce replaces the numbers in the message.
         stage_name = "solve_exchange" if self.waits_for_all else "wait"
         with stage(stage_name):
-            messages = [message] if blocks else []
             agreement = self.training.world.on_cpu().all_reduce_max(messages)
         with stage("average_gradients"):
             gradients.wait()
         with stage(stage_name):
             agreement.wait()
-
-        outcomes: dict[KroneckerBlock, Outcome] = {}
-        for block, number in zip(blocks, message.tolist(), strict=True):
-            if number > Outcome.PENDING:
-                outcomes[block] = Outcome(int(number))
-        return outcomes
+        return [Outcome(int(number)) for number in message.tolist()]
 
     def _local_outcome(self, block: KroneckerBlock) -> Outcome:
         """Return the outcome of a pending layer on this rank."""
@@ -775,17 +788,19 @@ class Inverses:
         # All ranks record that the layers' gradient workers have an inverse.
         for block in valid:
             layer_damping = self._dampings.get(block)
-            pending = self._take_pending(block)
-            state = InverseState(
-                pending.step, self.training.steps, pending.damping_option
-            )
+            damping: Damping = 0.0
+            mean_eigenvalue: Damping = 0.0
             if layer_damping is not None:
-                state = replace(
-                    state,
-                    damping=layer_damping.damping,
-                    mean_eigenvalue=layer_damping.mean_eigenvalue,
-                )
-            self.states[block] = state
+                damping = layer_damping.damping
+                mean_eigenvalue = layer_damping.mean_eigenvalue
+            pending = self._take_pending(block)
+            self.states[block] = InverseState(
+                step=pending.step,
+                installed_at=self.training.steps,
+                damping_option=pending.damping_option,
+                damping=damping,
+                mean_eigenvalue=mean_eigenvalue,
+            )
             block.mark_solved()
         return previous
 
@@ -813,9 +828,7 @@ class Inverses:
                 by_name.pop(factor_name) for by_name in decompositions.values()
             ]
             same_part = zip(*same_factor, strict=True)
-            stacked[factor_name] = tuple(
-                [as_stack(tensors).flatten(0, 1) for tensors in same_part]
-            )
+            stacked[factor_name] = tuple(map(join_groups, same_part))
 
         # Stack γ and the mean eigenvalues in the same order. All tensors of the
         # decompositions have the same dtype and device.

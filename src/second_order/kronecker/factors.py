@@ -512,18 +512,18 @@ def update_running_averages(
     """
     # Layers whose small tensors have one shape are updated together.
     keys: list[object] = []
-    for layer in averages:
+    for layer, layer_sums in zip(averages, sums, strict=True):
         shape = layer.shape
         sizes = (shape.groups, shape.record_size, shape.factor_names)
         columns = shape.in_dim if shape.gradient_factored else 0
         names = frozenset(layer.entries)
-        keys.append((layer.weight.device, layer.dtype, columns, names, sizes))
+        keys.append((layer_sums.head.device, layer.dtype, columns, names, sizes))
 
     has_new_stack = False
     for group in group_equal(keys):
         # Among these, the factors of layers of equal shape are updated as one stack.
         shapes = [averages[i].shape for i in group]
-        max_size = max_stacked_elements(averages[group[0]].weight.device)
+        max_size = max_stacked_elements(sums[group[0]].head.device)
         runs = group_equal(shapes, [shape.elements for shape in shapes], max_size)
         order = [group[i] for run in runs for i in run]
         has_new_stack |= _update_group(
@@ -579,8 +579,9 @@ def _update_group(
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
     means = stack_in_place(entries, "mean_eigenvalues")
-    new_means = (summed_means / _expand_to(counts, summed_means)).to(means.dtype)
-    steps_of_means = _expand_to(step, means)
+    new_means = (summed_means / counts.unsqueeze(-1)).to(means.dtype)
+    steps = step.view(-1, 1, 1)
+    steps_of_means = steps
     if shape.routed:
         routed = _average_routed(means[:, -1], new_means[:, -1], step.unsqueeze(1))
         new_means[:, 0].mul_(routed.scale)
@@ -594,13 +595,15 @@ def _update_group(
         if name not in entries[0]:
             continue
         counts_of_factor = counts[:, column].view(-1, 1, 1)
-        steps = step.view(-1, 1, 1)
+        steps_of_factor = steps
         if shape.routed and name == "A":
-            steps = routed.step.unsqueeze(-1)
-        steps = steps.to(averages[0].dtype)
+            steps_of_factor = routed.step.unsqueeze(-1)
+        steps_of_factor = steps_of_factor.to(averages[0].dtype)
+        counts_by_run = counts_of_factor.split_with_sizes(run_lengths)
+        steps_by_run = steps_of_factor.split_with_sizes(run_lengths)
 
         start = 0
-        for length in run_lengths:
+        for i, length in enumerate(run_lengths):
             run = slice(start, start + length)
             start += length
             average = stack_in_place(entries[run], name)
@@ -609,17 +612,12 @@ def _update_group(
             # Compute the mean in a wide dtype, and round it once, at the end.
             mean = total.to(counts.dtype)
             if unit_trace is not None and name == "A":
-                mean.mul_(_expand_to(unit_trace[run], mean))
-            mean.div_(counts_of_factor[run])
+                mean.mul_(unit_trace[run].view(-1, 1, 1))
+            mean.div_(counts_by_run[i])
             if shape.routed and name == "A":
-                mean.mul_(_expand_to(routed.scale[run], mean))
-            average.lerp_(mean.to(average.dtype), steps[run])
+                mean.mul_(routed.scale[run].unsqueeze(-1))
+            average.lerp_(mean.to(average.dtype), steps_by_run[i])
     return has_new_stack
-
-
-def _expand_to(numbers: Tensor, stack: Tensor) -> Tensor:
-    """Append dimensions of size 1, so that numbers broadcast to a stack's slices."""
-    return numbers.reshape(*numbers.shape, *[1] * (stack.dim() - numbers.dim()))
 
 
 class _Routed(NamedTuple):

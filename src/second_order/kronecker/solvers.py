@@ -185,7 +185,7 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     factor, info = torch.linalg.cholesky_ex(matrix)
     # A failed factor gets NaN, so that its error is NaN. Some routines raise for 0.
     failed = info != 0
-    diagonal(factor).masked_fill_(failed.unsqueeze(1), torch.nan)
+    factor.diagonal(dim1=-2, dim2=-1).masked_fill_(failed.unsqueeze(1), torch.nan)
     inverse = _invert_from_cholesky(factor)
     del factor  # frees memory
 

@@ -43,6 +43,7 @@ __all__ = [
     "DeviceRead",
     "as_stack",
     "group_equal",
+    "join_groups",
     "max_stacked_elements",
     "merge_numbers",
     "pack_from_blocks",
@@ -182,6 +183,17 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
             return torch.stack(list(parts))
         offset += distance
     return first.as_strided((len(parts), *first.shape), (distance, *first.stride()))
+
+
+def join_groups(parts: Sequence[Tensor]) -> Tensor:
+    """Join layers' tensors ``(groups, ...)`` to ``(layers x groups, ...)``.
+
+    Returns a view where :func:`as_stack` does, and the tensor itself if it is the only
+    one.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return as_stack(parts).flatten(0, 1)
 
 
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
