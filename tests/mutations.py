@@ -351,7 +351,7 @@ statistics that leave in the passes as sums
     if layers.losses.current() != "step_mean":  =>  if True:
 an instrument without the owners' clip
   <-  metrics::the_reported_clip_is_the_one_that_was_applied
-    clip_factor=result.clip_factor,  =>  clip_factor=None,
+    self._clip_factor = result.clip_factor  =>  self._clip_factor = None
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_stores_no_inverse
     block.drop_inverse()  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_with_different_reductions_raise
@@ -383,15 +383,15 @@ each rank's own cosines  <-  drift::cosines_equal_those_of_dense_preconditioning
 == kfac/step_scale.py
 steps that maximize judged as those that minimize
   <-  step_scale::maximizing_the_negative_loss_equals_minimizing_the_loss
-    gradient = -gradient  =>  pass
+    kept_steps[p].neg_()  =>  pass
 steps over adaptive bases that are earned under a schedule
   <-  step_scale::over_adaptive_bases_the_scale_is_two_while_the_rate_changes
     low = bounds.low_scheduled  =>  low = bounds.low
 steps that are scaled by the base's side
   <-  step_scale::only_preconditioned_weights_are_scaled
   <-  step_scale::the_slope_is_the_next_mean_gradient_along_the_scaled_step
-  - torch._foreach_lerp_(after, before, 1.0 - scale)
-  + torch._foreach_lerp_(after, before, scale)
+  - torch._foreach_lerp_(weights, before, 1.0 - scale)
+  + torch._foreach_lerp_(weights, before, scale)
 
 == kfac/layers.py
 a layer that passed stays unverified  <-  verification::a_layer_that_passed_can_have_another_reason_later

@@ -6,7 +6,6 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -233,7 +232,7 @@ def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, 
         optimizer = make(System, model, **options, skip_layers=["2"])
         take(model, optimizer, BATCHES[0])
         scale = optimizer._curvature.step_scale
-        scale.state = replace(scale.state, scale=factor)
+        scale.state = scale.state._replace(scale=factor)
         before = [p.detach().clone() for p in model.parameters()]
         with replaced(scale, {"update": lambda *arguments: None}):
             take(model, optimizer, BATCHES[1])

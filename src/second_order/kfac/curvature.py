@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -121,6 +121,8 @@ FULL_PRECISION_STEPS = 20
 # The refresh interval that the cost model assumes if drift sets the intervals.
 ASSUMED_INTERVAL = 10
 
+NO_REFRESH = Refresh()
+
 
 class StatsWorkersInterface(Protocol):
     """The stats workers, as a gradient worker sees them.
@@ -185,19 +187,6 @@ class LayeredCurvature(Curvature):
     def hooks_removed(self) -> AbstractContextManager[None]:
         """Return a context manager that removes all hooks and restores them on exit."""
         return self.layers.hooks_removed()
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """Values of a step that :meth:`KFAC.finish_step` and :meth:`KFAC.metrics` need.
-
-    Attributes:
-        clip_factor: ν, a scalar; None if nothing was clipped.
-        due: The layers that were due for a refresh.
-    """
-
-    clip_factor: Scalar | None = None
-    due: Sequence[KroneckerBlock] = ()
 
 
 def choose_num_workers(
@@ -318,7 +307,10 @@ class KFAC(LayeredCurvature):
             self.step_scale = StepScale(bounds)
         adapts = self.drift is not None or self.step_scale is not None
         self._uses_reports = adapts or options.floor != 0
-        self._last = StepInfo()
+        # Of the last step: the layers that were due for a refresh, and ν, which is None
+        # if nothing was clipped.
+        self._due: Sequence[KroneckerBlock] = ()
+        self._clip_factor: Scalar | None = None
         self._closed = False
 
         # A checkpoint that has been loaded since the last step, and the object that
@@ -447,7 +439,7 @@ class KFAC(LayeredCurvature):
                 self._update_factors(statistics_due, pending)
 
         # Recompute the inverses that are due, each on its inverse rank.
-        refresh = Refresh()
+        refresh = NO_REFRESH
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):
@@ -498,7 +490,8 @@ class KFAC(LayeredCurvature):
         if refresh.installed and report is not None:
             self._adapt(report, refresh.cosines, result.cosines)
 
-        self._last = StepInfo(clip_factor=result.clip_factor, due=due)
+        self._due = due
+        self._clip_factor = result.clip_factor
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Run ``step``, the base optimizer's step, and scale it by τ."""
@@ -522,9 +515,9 @@ class KFAC(LayeredCurvature):
         if self.throttle is not None:
             # All ranks know which of the due layers have an inverse. If none does, the
             # throttle counts this step as one without a refresh.
-            refreshed = any(block.solved for block in self._last.due)
+            refreshed = any(block.solved for block in self._due)
             self.throttle.end_step(refreshed=refreshed)
-        if self._last.due:
+        if self._due:
             self.layers.warn_of_dropped_statistics()
 
     def watch(self) -> None:
@@ -926,7 +919,8 @@ class KFAC(LayeredCurvature):
         self._step_plan = StepPlan({}, self._step_plan.row, self._step_plan.column)
         self._buckets = []
         self._gradient_owners = None
-        self._last = StepInfo()
+        self._due = ()
+        self._clip_factor = None
         self._resumption = None
 
     # ------------------------------------------------------------------------ reporting
@@ -953,8 +947,8 @@ class KFAC(LayeredCurvature):
         last_step = self.training.steps - 1
         metrics = layer_metrics(self.layers, self.plan, self.inverses, last_step)
         metrics["clip"] = 1.0
-        if self._last.clip_factor is not None:
-            metrics["clip"] = float(self._last.clip_factor)
+        if self._clip_factor is not None:
+            metrics["clip"] = float(self._clip_factor)
         metrics["step_scale"] = self._step_scale
         if last_step >= 0 and not self._closed:
             # A loaded checkpoint may have averages that are newer than its last step.

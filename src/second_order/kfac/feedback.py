@@ -196,10 +196,11 @@ def share_feedback(
     for block in step_plan.layers:
         is_reported = block in reporting
         numbers.append(cosines.get(block, math.nan) if is_reported else 0.0)
-    message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    training.world.on_cpu().all_reduce([message]).wait()
-    summed: list[float] = message.tolist()
-    total = _Sums(*summed[: len(local)])
+    if training.world.size > 1:
+        message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        training.world.on_cpu().all_reduce([message]).wait()
+        numbers = message.tolist()
+    total = _Sums(*numbers[: len(local)])
 
     # The mean is that of square roots, in which a layer of huge curvature counts less.
     # That mean sets the floor of γ of all layers.
@@ -211,5 +212,5 @@ def share_feedback(
         learning_rate=max([*report.host_rates, *device_rates], default=0.0),
         mean_curvature=mean_curvature,
         work=total.work,
-        cosines=summed[len(local) :],
+        cosines=numbers[len(local) :],
     )

@@ -35,8 +35,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -106,8 +106,7 @@ PLAIN = CosineThresholds(halve_below=0.95, double_above=0.985, patience=2)
 ADAPTIVE = CosineThresholds(halve_below=0.9, double_above=0.97, patience=1)
 
 
-@dataclass(frozen=True)
-class LayerDrift:
+class LayerDrift(NamedTuple):
     """The refresh interval of a layer by its drift, and what it was adapted from.
 
     Attributes:
@@ -151,7 +150,7 @@ class LayerDrift:
         elif num_stable >= thresholds.patience:
             interval = min(2 * interval, max(MAX_INTERVAL, bound))
             num_stable = 0
-        return replace(self, interval=interval, cosine=cosine, num_stable=num_stable)
+        return self._replace(interval=interval, cosine=cosine, num_stable=num_stable)
 
 
 def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
@@ -286,7 +285,7 @@ class Drift:
             state = self.states.get(block, LayerDrift())
             number = 0 if block.solved else state.num_without_inverse + 1
             if number != state.num_without_inverse:
-                self.states[block] = replace(state, num_without_inverse=number)
+                self.states[block] = state._replace(num_without_inverse=number)
                 self._stored = None
 
     def record(
@@ -311,7 +310,7 @@ class Drift:
                 clamped = max(min(cosine, 1.0), -1.0)
                 bound = max(state.cost_bound, throttle_bound)
                 state = state.after_refresh(clamped, self._thresholds, bound)
-            self.states[block] = replace(state, cost_bound=new_bound)
+            self.states[block] = state._replace(cost_bound=new_bound)
         self._stored = None
 
     def keep_only(self, blocks: Iterable[KroneckerBlock]) -> None:

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +114,7 @@ SCALE_ENTRIES = (
 """The checkpoint entries of :class:`ScaleState`'s fields, in order; shared numbers."""
 
 
-@dataclass(frozen=True)
-class ScaleState:
+class ScaleState(NamedTuple):
     """τ, and what its next value depends on.
 
     Steps are counted from 1; 0 means never.
@@ -150,21 +148,21 @@ class ScaleState:
         if has_last_rate and rate != self.rate:
             rate_changed_at = now
         is_scheduled = rate_changed_at > 0 and now - rate_changed_at <= RECENT * step
-        state = replace(self, rate=rate, rate_changed_at=rate_changed_at)
 
         # Add s to the running averages S and Z.
+        averages: dict[str, float] = {}
         log_change = 0.0
         if math.isfinite(slope):
             weight = DECAY * self.weight + 1
             sign = (slope > 0) - (slope < 0)
-            state = replace(
-                state,
-                mean_sign=self.mean_sign + (sign - self.mean_sign) / weight,
-                mean_size=self.mean_size + (abs(slope) - self.mean_size) / weight,
-                weight=weight,
-                measured_at=now,
-            )
-            log_change = self._log_change(slope, state.mean_sign, now, is_scheduled)
+            mean_sign = self.mean_sign + (sign - self.mean_sign) / weight
+            averages = {
+                "mean_sign": mean_sign,
+                "mean_size": self.mean_size + (abs(slope) - self.mean_size) / weight,
+                "weight": weight,
+                "measured_at": now,
+            }
+            log_change = self._log_change(slope, mean_sign, now, is_scheduled)
 
         # Change τ within its bounds.
         low = bounds.low
@@ -173,7 +171,9 @@ class ScaleState:
             low = bounds.low_scheduled
             high = MAX_SCHEDULED_SCALE
         scale = min(max(self.scale * math.exp(log_change), low), high)
-        return replace(state, scale=scale)
+        return self._replace(
+            scale=scale, rate=rate, rate_changed_at=rate_changed_at, **averages
+        )
 
     def _log_change(
         self, slope: float, new_mean_sign: float, now: float, is_scheduled: bool
@@ -205,13 +205,6 @@ class ScaleState:
         if self.measured_at > 0:
             steps = min(max(now - self.measured_at, 1.0), MAX_GROWTH_STEPS)
         return GROWTH * evidence * steps
-
-
-class _Product(NamedTuple):
-    """The two operands of a scalar product."""
-
-    gradient: Tensor
-    step: Tensor
 
 
 class StepScale:
@@ -246,19 +239,20 @@ class StepScale:
         Returns:
             s, a scalar in a list; an empty list if the last step was not kept.
         """
-        negative_step = self._negative_step
+        kept_steps = self._negative_step
         self._negative_step = {}
-        if not negative_step:
+        if not kept_steps:
             return []
 
         # With maximize=True, the direction of descent has the other sign.
-        maximized: set[Tensor] = set()
         for group in groups:
             if group.get("maximize"):
-                maximized.update(group["params"])
+                for p in kept_steps.keys() & group["params"]:
+                    kept_steps[p].neg_()
 
         reporting = set(step_plan.reporting)
-        products: list[_Product] = []
+        gradients: list[Tensor] = []
+        negative_steps: list[Tensor] = []
         for block in step_plan.layers:
             # Each parameter counts once. If it is sharded, each rank counts its rows.
             is_reported = block in reporting or is_dtensor(block.weight)
@@ -266,13 +260,12 @@ class StepScale:
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
             for p in block.params:
-                if p.grad is None or p not in negative_step:
+                step = kept_steps.get(p)
+                if p.grad is None or step is None:
                     continue
-                gradient = local_tensor(p.grad)
-                if p in maximized:
-                    gradient = -gradient
-                products.append(_Product(gradient, negative_step[p].to(p.device)))
-        return _sum_products(products)
+                gradients.append(local_tensor(p.grad))
+                negative_steps.append(step)
+        return _sum_products(gradients, negative_steps)
 
     def take_step(
         self,
@@ -297,24 +290,19 @@ class StepScale:
             for block in blocks:
                 if block.solved:
                     params += block.params
-        weights: dict[Tensor, Tensor] = {}
-        if params:
-            # A copy of all weights, in few kernels.
-            copies = torch._foreach_mul([local_tensor(p).detach() for p in params], 1.0)
-            weights = dict(zip(params, copies, strict=True))
+        if not params:
+            step()
+            return
 
         # Take the step, scale it, and keep it.
+        weights = [local_tensor(p) for p in params]
+        before = torch._foreach_mul(weights, 1.0)  # a copy, in few kernels
         step()
-        if not weights:
-            return
-        after = [local_tensor(p) for p in weights]
-        before = list(weights.values())
         if scale != 1.0:
-            torch._foreach_lerp_(after, before, 1.0 - scale)
+            torch._foreach_lerp_(weights, before, 1.0 - scale)
         if keep_step:
-            # In place, so that the values of ``weights`` are now before - after = -Δ.
-            torch._foreach_sub_(before, after)
-            self._negative_step = weights
+            torch._foreach_sub_(before, weights)  # -Δ, in the memory of the copy
+            self._negative_step = dict(zip(params, before, strict=True))
 
     def update(self, slope: float, rate: float, step: int) -> None:
         """Update τ at a refresh.
@@ -328,7 +316,7 @@ class StepScale:
 
     def saved(self) -> dict[str, float]:
         """Return the shared numbers of a checkpoint."""
-        return dict(zip(SCALE_ENTRIES, astuple(self.state), strict=True))
+        return dict(zip(SCALE_ENTRIES, self.state, strict=True))
 
     def saved_step(self, p: Tensor, fill: bool) -> dict[str, Any]:
         """Return the entries of a checkpoint with -Δ of a parameter, sharded as it is.
@@ -352,15 +340,15 @@ class StepScale:
             return
         state = ScaleState(*[part.number(name) for name in SCALE_ENTRIES])
         scale = min(max(state.scale, self._bounds.low), self._bounds.high)
-        self.state = replace(state, scale=scale)
+        self.state = state._replace(scale=scale)
         for p, part in saved.items():
             if part.get(LAST_STEP_KNOWN, 0) and LAST_STEP in part:
                 step = local_tensor(shard_like(p, part[LAST_STEP]))
                 self._negative_step[p] = step.to(p.device, p.dtype, copy=True)
 
 
-def _sum_products(products: Sequence[_Product]) -> list[Tensor]:
-    """Sum scalar products, each computed in the dtype of its gradient.
+def _sum_products(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
+    """Sum the scalar products of gradients and steps, in the dtypes of the gradients.
 
     Returns a float32 scalar in a list; an empty list without products.
     """
@@ -368,21 +356,19 @@ def _sum_products(products: Sequence[_Product]) -> list[Tensor]:
     # product has a share. The shares of a group add up to 1 at most.
     kinds: list[Hashable] = []
     shares: list[float] = []
-    for gradient, step in products:
-        kinds.append((gradient.device, gradient.dtype, step.dtype))
+    for gradient, step in zip(gradients, steps, strict=True):
+        kinds.append((gradient.device, gradient.dtype, step.device, step.dtype))
         max_bytes = CPU_PRODUCT_BYTES if gradient.is_cpu else PRODUCT_BYTES
         shares.append((gradient.nbytes + step.nbytes) / max_bytes)
 
     sums: list[Tensor] = []
     for group in group_equal(kinds, shares, max_size=1):
-        gradients = [products[i].gradient for i in group]
-        steps = [products[i].step for i in group]
-        if len(group) == 1:
-            gradient = gradients[0].flatten()
-            step = steps[0].flatten()
+        if len(group) == 1:  # without a copy
+            gradient = gradients[group[0]].flatten()
+            step = steps[group[0]].flatten()
         else:
-            gradient = flatten(gradients)
-            step = flatten(steps)
-        result = torch.vdot(gradient, step.to(gradient.dtype)).float()
+            gradient = flatten([gradients[i] for i in group])
+            step = flatten([steps[i] for i in group])
+        result = torch.vdot(gradient, step.to(gradient)).float()
         sums.append(result.to(sums[0].device) if sums else result)
-    return [torch.stack(sums).sum()] if sums else []
+    return [torch.stack(sums).sum()] if len(sums) > 1 else sums

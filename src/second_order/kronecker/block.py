@@ -595,12 +595,14 @@ class LayerBatch:
         layer_inverses = [block.inverse for block in self.blocks]
         if self._inverse is None or layer_inverses != self._layer_inverses:
             inverses = [inverse for inverse in layer_inverses if inverse is not None]
-            entries = [inverse.entries for inverse in inverses]
-            stacks: dict[str, Tensor] = {}
-            for name in inverses[0].entries:
-                stacks[name] = stack_in_place(entries, name).flatten(0, 1)
-            self._inverse = replace(inverses[0], entries=stacks)
+            self._inverse = inverses[0]
             self._layer_inverses = layer_inverses
+            if len(inverses) > 1:
+                entries = [inverse.entries for inverse in inverses]
+                stacks: dict[str, Tensor] = {}
+                for name in inverses[0].entries:
+                    stacks[name] = stack_in_place(entries, name).flatten(0, 1)
+                self._inverse = replace(inverses[0], entries=stacks)
         return self._inverse
 
     def select(

@@ -25,6 +25,7 @@ RANGES = "second_order."
 Recorder: TypeAlias = Callable[[str], AbstractContextManager[Any]]
 
 _recorders: list[Recorder] = []
+_not_recorded = nullcontext()
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
@@ -35,7 +36,7 @@ def stage(name: str) -> AbstractContextManager[Any]:
     # inherit its state; the second is true in all threads.
     if torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled:
         return profiler.record_function(RANGES + name)
-    return nullcontext()
+    return _not_recorded
 
 
 @contextmanager
