@@ -645,7 +645,7 @@ a slice that keeps its stack  <-  queued_statistics::the_state_refers_to_the_sta
     self.factors.entries[name] = factor.clone()  =>  pass
 gradients set to None by the model kept as statistics
   <-  example_counts::a_discriminator_counts_its_own_passes
-    return not self.staged.empty and not self.has_gradient  =>  return False
+    return self.staged.pairs > 0 and not self.has_gradient  =>  return False
 a Linear with an activation behind it taken for one
   <-  verification::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:
@@ -868,7 +868,7 @@ rows without an example in the A of equal Linears
     x = x * row_mask.mask.to(x.device).unsqueeze(-1)  =>  pass
 statistics that are not finite are not counted as dropped
   <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
-    count_dropped([pair.staged for pair in in_order], bad)  =>  pass
+    count_dropped([each.pair.staged for each in in_order], bad)  =>  pass
 a gradient's scale once instead of squared
   <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
     factors["G"].mul_(scale**2)  =>  factors["G"].mul_(scale)

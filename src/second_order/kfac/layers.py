@@ -211,11 +211,11 @@ class Layers:
         """
         if self._read_param_states() == self._param_states:
             return False
-        for block in self.blocks:
+        self.active = [block for block in self.blocks if block.trainable]
+        for block in self.active:
             block.reset_if_changed()
         # A reset may change the layer's shape.
         self._param_states = self._read_param_states()
-        self.active = [block for block in self.blocks if block.trainable]
         return True
 
     def _read_param_states(self) -> list[tuple[Any, ...]]:

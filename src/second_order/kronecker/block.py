@@ -222,9 +222,7 @@ class KroneckerBlock:
         ]
 
     def reset_if_changed(self) -> None:
-        """Reset a layer that was moved, or whose bias was frozen or unfrozen."""
-        if not self.trainable:
-            return
+        """Reset a trainable layer that was moved, or whose bias changed trainability."""
         device = self.weight.device
         was_moved = device != self.staged.device
         if was_moved or self._bias_is_trainable() != self.trains_bias:
@@ -263,7 +261,7 @@ class KroneckerBlock:
         if same_pass or self.staged.has_pass(pass_id):
             return False
         self.reset_if_changed()
-        return not self.staged.empty and not self.has_gradient
+        return self.staged.pairs > 0 and not self.has_gradient
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions

@@ -203,6 +203,8 @@ class LayerHook(CaptureHook):
     ) -> None:
         super().__init__(capture, module)
         self.sampled = capture is not None and capture.sampled
+        self.is_attention = module is not None and is_attention(module)
+        self.is_experts = module is not None and is_experts(module)
         self.hides_products = module is not None and hides_products(module)
         # Compiled graphs take this tensor as an input, and find the hook by it.
         self.anchor = compiled_capture.anchor_of(self)
@@ -220,7 +222,7 @@ class LayerHook(CaptureHook):
         if not torch.compiler.is_dynamo_compiling():
             capture = self.capture_ref()
             if capture is not None:
-                capture.observe(module, args, kwargs, output)
+                capture.observe(self, module, args, kwargs, output)
             return None
 
         # From here on, Dynamo traces this hook into a graph.
@@ -372,7 +374,9 @@ class _NodeHook:
         if x is not None:
             # A checkpoint can unpack a saved tensor in one of two passes only, so with
             # sampled labels the input is held itself.
-            save = autograd.hold_input if capture.sampled else autograd.save_input
+            save = autograd.hold_input
+            if not capture.sampled and autograd.top_saved_tensor_hooks(False):
+                save = autograd.save_input
             self._read_input = x.save(save) if isinstance(x, Routed) else save(x)
 
     def __call__(self, gradients: tuple[Any, ...]) -> None:
@@ -396,7 +400,7 @@ class _NodeHook:
             _ChangedInputError: If the input has been changed in place.
         """
         try:
-            x = self._read_input().detach()
+            x = self._read_input()
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
@@ -579,6 +583,7 @@ class Capture:
 
     def observe(
         self,
+        hook: LayerHook,
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -589,9 +594,8 @@ class Capture:
             return
 
         # The layers whose pairs this call can give.
-        with_attention = is_attention(module)
         candidates = [module]
-        if with_attention:
+        if hook.is_attention:
             candidates.append(cast(nn.Module, module.out_proj))
         layers = [
             layer
@@ -611,28 +615,24 @@ class Capture:
         if isinstance(output, tuple) and output:
             output = output[0]
         with stage("statistics"):
-            if with_attention:
+            if hook.is_attention:
                 products = self._find_attention_products(module, args, kwargs, output)
             else:
-                products = self._find_layer_product(module, args, kwargs, output)
+                find_input = Routed.from_call if hook.is_experts else input_in
+                x = find_input(args, kwargs)
+                products = self._find_layer_product(module, x, output)
             for product in products:
                 if product.module not in layers:
                     continue
-                hook = _NodeHook(self, product)
+                node_hook = _NodeHook(self, product)
                 if self.sampled:
-                    self._pending.append((hook, product.edge))
-                cast(Any, product.edge.node).register_prehook(hook)
+                    self._pending.append((node_hook, product.edge))
+                cast(Any, product.edge.node).register_prehook(node_hook)
 
     def _find_layer_product(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        output: Any,
+        self, module: nn.Module, x: Any, output: Any
     ) -> list[_Product]:
         """The product of any layer but an attention; empty if the call has no pair."""
-        find_input = Routed.from_call if is_experts(module) else input_in
-        x: Any = find_input(args, kwargs)
         if not isinstance(x, (Tensor, Routed)) or not isinstance(output, Tensor):
             self.missed[module] = NOT_TENSORS
             return []

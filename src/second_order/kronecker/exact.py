@@ -172,7 +172,7 @@ class ExactBlock(KroneckerBlock):
 
     def reset_if_changed(self) -> None:
         """Reset the statistics if other parameters train now, even of the same size."""
-        if self.trainable and self._staged_for != self.training:
+        if self._staged_for != self.training:
             self._reset(self.staged.dropped)
         super().reset_if_changed()
 

@@ -145,10 +145,6 @@ class Routed:
         read_weights = save(self.weights)
         return lambda: Routed(read_hidden(), read_index(), read_weights())
 
-    def detach(self) -> Routed:
-        """The input, detached from autograd's graph."""
-        return Routed(self.hidden.detach(), self.index.detach(), self.weights.detach())
-
     def products(self, module: nn.Module, mask: Tensor | None = None) -> RoutedProducts:
         """Compute the inputs of both products, without a backward pass.
 

@@ -41,6 +41,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,7 +87,7 @@ class RowGroup:
     has_gradient: Tensor | None = None
     all_have_gradient: bool = False
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """The number of rows."""
         return math.prod(self.shape)
@@ -145,6 +146,7 @@ class BackwardPass:
         serial: Larger than that of all passes that began earlier, and than
             ``cleared_at`` of statistics that were cleared earlier.
         again: Whether an earlier pass went through the same calls of layers.
+        end_is_scheduled: Whether autograd will call at the pass's end.
         layers: Staged statistics of the layers with pairs of this pass, by ``id()``.
     """
 
@@ -153,8 +155,8 @@ class BackwardPass:
         self.serial = next(serials)
         self.again = False
         self.layers: dict[int, Any] = {}
+        self.end_is_scheduled = False
         self._reduce = reduce
-        self._end_is_scheduled = False
         self._terms: float | Tensor | None = None  # once counted
         self._groups: dict[Hashable, RowGroup] = {}
 
@@ -237,11 +239,9 @@ class BackwardPass:
             return full_row_mask(group.num_rows)
         return to_row_mask(group.has_gradient)
 
-    def schedule_end(self) -> bool:
-        """Note that autograd will call at the pass's end; return whether it is new."""
-        is_new = not self._end_is_scheduled
-        self._end_is_scheduled = True
-        return is_new
+    def mark_end_scheduled(self) -> None:
+        """Note that autograd will call at the pass's end."""
+        self.end_is_scheduled = True
 
     def mark_repeated(self) -> bool:
         """Note an earlier pass through the same calls; return whether that is new."""
@@ -368,7 +368,7 @@ class BackwardPass:
     def close(self) -> None:
         """Count the terms, and free what is not needed once the pass is over."""
         self.count_terms()
-        self._end_is_scheduled = False
+        self.end_is_scheduled = False
         self._groups.clear()
         self._position_counts.clear()
         self._example_counts.clear()

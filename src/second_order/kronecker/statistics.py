@@ -23,7 +23,7 @@ At the end of the pass, or when the kept pairs exceed a number of bytes,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -128,7 +128,7 @@ class Pair:
             slice keeps the memory of its whole tensor.
         cleared_at: ``staged.cleared_at`` when this object was made. ``replace`` reads
             it again.
-        versions: The version counters of ``tensors`` when this object was made.
+        version: Sum of the version counters of ``tensors`` when this object was made.
             In-place operations increase them.
     """
 
@@ -145,7 +145,7 @@ class Pair:
     size: int = field(init=False)
     nbytes: int = field(init=False)
     cleared_at: int = field(init=False)
-    versions: list[int] = field(init=False)
+    version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.staged = self.block.staged
@@ -154,11 +154,11 @@ class Pair:
         if isinstance(self.x, Routed):
             self.tensors = (self.x.hidden, self.x.index, self.x.weights, self.d)
         self.size = self.staged.shape.elements
-        self.versions = []
+        self.version = 0
         storage_bytes = 0
         for tensor in self.tensors:
             self.size += tensor.numel()
-            self.versions.append(tensor._version)
+            self.version += tensor._version
             storage_bytes += tensor.untyped_storage().nbytes()
         self.nbytes = max(4 * self.size, storage_bytes)
 
@@ -170,7 +170,10 @@ class Pair:
     @property
     def is_unchanged(self) -> bool:
         """Whether no tensor of the pair has been changed in place."""
-        return self.versions == [tensor._version for tensor in self.tensors]
+        version = 0
+        for tensor in self.tensors:
+            version += tensor._version
+        return version == self.version
 
 
 class ReadyPair(NamedTuple):
@@ -395,9 +398,11 @@ class StatisticsCollector:
             is_reduced = self.approximation == "reduce"
             passes[pass_id] = BackwardPass(pass_id, reduce=is_reduced)
         backward_pass = passes[pass_id]
+        if backward_pass.end_is_scheduled:
+            return backward_pass
         # Inside a reentrant checkpoint, autograd runs an inner pass within this one.
-        is_running = self.sampled or autograd.current_pass() == pass_id
-        if is_running and backward_pass.schedule_end():
+        if self.sampled or autograd.current_pass() == pass_id:
+            backward_pass.mark_end_scheduled()
             autograd.call_after_pass(partial(self._end_pass, backward_pass))
         return backward_pass
 
@@ -531,11 +536,11 @@ class StatisticsCollector:
         size = (len(ready), sum(first.shape.record_parts))
         records = torch.empty(size, dtype=first.dtype, device=first.device)
         scale = self.gradient_scale(records)
-        in_order: list[Pair] = []
+        in_order: list[ReadyPair] = []
         sums: list[dict[str, Tensor]] = []
         for group, part in zip(groups, records.split_with_sizes(lengths), strict=True):
             batch = [ready[i] for i in group]
-            in_order += [each.pair for each in batch]
+            in_order += batch
             sums.append(self._sum_batch(keys[group[0]], batch, part, scale))
 
         # Non-finite sums and sums close to overflow are dropped: they count as zeros.
@@ -546,43 +551,42 @@ class StatisticsCollector:
         if good.device.type != "cpu" or not good.all():
             bad = ~good
             records.masked_fill_(bad.unsqueeze(1), 0.0)
-            count_dropped([pair.staged for pair in in_order], bad)
+            count_dropped([each.pair.staged for each in in_order], bad)
             for stacks, dropped in zip(sums, bad.split(lengths), strict=True):
                 for stack in stacks.values():
                     mask = dropped.view(-1, *[1] * (stack.dim() - 1))
                     stack.masked_fill_(mask, 0.0)
 
         # Add each layer's slices of the stacks.
-        factors: list[dict[str, Tensor]] = []
-        for stacks in sums:
-            factors += _split_by_layer(stacks)
         added: list[PairSums] = []
-        rows = records.unbind()
-        for pair, own_factors, record in zip(in_order, factors, rows, strict=True):
-            sums_of_pair = PassSums(own_factors, record)
+        for (pair, _), record in zip(in_order, records.unbind(), strict=True):
+            sums_of_pair = PassSums({}, record)
             added.append(PairSums(pair.staged, pair.backward_pass.number, sums_of_pair))
+        start = 0
+        for stacks, length in zip(sums, lengths, strict=True):
+            batch_sums = added[start : start + length]
+            start += length
+            for name, stack in stacks.items():
+                for layer, factor in zip(batch_sums, stack.unbind(), strict=True):
+                    layer.sums.factors[name] = factor
         add_pairs(added)
 
     def _batch_key(self, ready: ReadyPair) -> _BatchKey:
-        """A key that is equal for pairs whose sums are computed together."""
+        """A key that is equal for pairs whose sums are computed together.
+
+        Equal pairs of Linears are multiplied in one batch, except large ones on a CPU,
+        which multiplies these faster in strips of a triangle.
+        """
         pair = ready.pair
         linears: Hashable = None
-        if self._is_multiplied_in_batch(pair):
+        kind = pair.block.kinds.get(pair.module)
+        multiplies_rows = kind is not None and kind.multiplies_rows
+        device = pair.d.device
+        is_small = pair.size <= max_stacked_elements(device) or device.type != "cpu"
+        if type(pair.block) is KroneckerBlock and multiplies_rows and is_small:
             dtypes = (pair.x.dtype, pair.d.dtype)
             linears = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
         return _BatchKey(pair.staged.shape, id(ready.row_mask.mask), linears)
-
-    def _is_multiplied_in_batch(self, pair: Pair) -> bool:
-        """Whether the pair, of a Linear, is multiplied in one batch with equal pairs.
-
-        A CPU multiplies a large pair faster in strips of a triangle.
-        """
-        kind = pair.block.kinds.get(pair.module)
-        if type(pair.block) is not KroneckerBlock or kind is None:
-            return False
-        device = pair.d.device
-        is_small = pair.size <= max_stacked_elements(device)
-        return kind.multiplies_rows and (is_small or device.type != "cpu")
 
     def _sum_batch(
         self,
@@ -701,15 +705,6 @@ class _BatchKey(NamedTuple):
     shape: FactorShape
     mask_id: int  # of the mask of the rows that take part
     linears: Hashable  # not None if the pairs are multiplied in one batch
-
-
-def _split_by_layer(stacks: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Split the stacks of a batch's factors, by name, into each layer's factors."""
-    layers: list[dict[str, Tensor]] = [{} for _ in range(len(stacks["G"]))]
-    for name, stack in stacks.items():
-        for factors, part in zip(layers, stack.unbind(), strict=True):
-            factors[name] = part
-    return layers
 
 
 # ----------------------------------------------------------------- which rows take part
