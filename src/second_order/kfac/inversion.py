@@ -458,11 +458,7 @@ class Inverses:
         }
         try:
             self._dampings |= self.compute_dampings(preconditioned, self.pending)
-            jobs: list[Job] = []
-            for block, layer_factors in preconditioned.items():
-                if block in step_plan.to_invert:
-                    jobs.append(self._make_job(block, layer_factors))
-            self.inverter.submit(jobs)
+            self.inverter.submit(self._make_jobs(preconditioned))
         except Exception as error:  # all ranks must reach the all-reduce of outcomes
             for block in preconditioned:
                 if block in step_plan.to_invert or block not in self._dampings:
@@ -498,7 +494,7 @@ class Inverses:
                 floor = self._damping_floor * pending[blocks[0]].mean_curvature
                 # If a layer's gradients vanish, its curvature is 0. It then counts as
                 # 1, because the floor may be 0 as well.
-                positive = curvature.masked_fill(~(curvature > 0), 1.0)
+                positive = curvature.masked_fill(curvature <= 0, 1.0)
                 damping = damping_option * positive.clamp_min(floor)
 
             # Split all numbers by layer.
@@ -522,23 +518,31 @@ class Inverses:
                 )
         return dampings
 
-    def _make_job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
-        """Return a layer's factors that this rank decomposes, with their damping."""
-        layer_damping = self._dampings[block]
-        shape = block.shape
-        problems: dict[str, Problem] = {}
-        for factor_name in self.step_plan.to_invert[block]:
-            problems[factor_name] = Problem(
-                factors.entries[factor_name],
-                shape.dims[factor_name],
-                self._dtype,
-                added=layer_damping.added.get(factor_name),
-                is_diagonal=factor_name in shape.diagonals,
-            )
-        # If a layer has an inverse, it has had statistics. Otherwise, the inverter
-        # reads the weight of the averages, which is 0 without statistics.
-        weight = None if block.solved else factors.weight
-        return Job(block, problems, self.step_plan.costs[block], weight)
+    def _make_jobs(
+        self, factors: Mapping[KroneckerBlock, KroneckerFactors]
+    ) -> list[Job]:
+        """Return the factors that this rank decomposes, with their damping."""
+        step_plan = self.step_plan
+        jobs: list[Job] = []
+        for block, layer_factors in factors.items():
+            if block not in step_plan.to_invert:
+                continue
+            added = self._dampings[block].added
+            shape = block.shape
+            problems: dict[str, Problem] = {}
+            for factor_name in step_plan.to_invert[block]:
+                problems[factor_name] = Problem(
+                    layer_factors.entries[factor_name],
+                    shape.dims[factor_name],
+                    self._dtype,
+                    added=added.get(factor_name),
+                    is_diagonal=factor_name in shape.diagonals,
+                )
+            # If a layer has an inverse, it has had statistics. Otherwise, the inverter
+            # reads the weight of the averages, which is 0 without statistics.
+            weight = None if block.solved else layer_factors.weight
+            jobs.append(Job(block, problems, step_plan.costs[block], weight))
+        return jobs
 
     # -------------------------------------------------------------------------- collect
 
@@ -787,13 +791,13 @@ class Inverses:
 
         # All ranks record that the layers' gradient workers have an inverse.
         for block in valid:
-            layer_damping = self._dampings.get(block)
+            pending = self.pending.pop(block)
+            layer_damping = self._dampings.pop(block, None)
             damping: Damping = 0.0
             mean_eigenvalue: Damping = 0.0
             if layer_damping is not None:
                 damping = layer_damping.damping
                 mean_eigenvalue = layer_damping.mean_eigenvalue
-            pending = self._take_pending(block)
             self.states[block] = InverseState(
                 step=pending.step,
                 installed_at=self.training.steps,

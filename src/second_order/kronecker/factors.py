@@ -564,12 +564,13 @@ def _update_group(
 
     # Update W, unless the step has no examples or every G so far is zero.
     weight = stack_in_place(entries, "average_weight")
-    is_updated = (examples > 0) & torch.logical_or(summed_means[:, 1].any(1), weight)
+    has_curvature = torch.logical_or(summed_means[:, 1].any(1), weight)
+    is_updated = has_curvature.logical_and_(examples)
     torch.where(is_updated, weight * decay + 1.0, weight, out=weight)
 
     # X <- X + step (x - X), with the step size 1 / W. If it is 0, X does not change in
     # any bit.
-    step = weight.clamp_min(1.0).reciprocal_() * is_updated
+    step = is_updated / weight.clamp_min(1.0)
     stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
 
     # The mean eigenvalues. A and L are means over data rows, G is a mean over terms.

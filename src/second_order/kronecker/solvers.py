@@ -179,6 +179,7 @@ def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     """Invert positive definite ``(batch, n, n)``, or diagonals, with errors."""
+    inverse: Tensor
     if matrix.dim() == 2:
         inverse = matrix.reciprocal()
         return (inverse,), _zero_if_finite(matrix + inverse)
@@ -186,28 +187,22 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     # A failed factor gets NaN, so that its error is NaN. Some routines raise for 0.
     failed = info != 0
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_(failed.unsqueeze(1), torch.nan)
-    inverse = _invert_from_cholesky(factor)
-    del factor  # frees memory
+    if factor.is_cpu:
+        inverse = torch.cholesky_inverse(factor).mT  # row-major
+    else:
+        # cholesky_inverse would take one matrix after the other. To invert a batch of
+        # triangles and to multiply them takes half the time.
+        identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+        inverted = torch.linalg.solve_triangular(factor, identity, upper=False)
+        inverse = inverted.mT @ inverted
+        del inverted  # frees memory
+    del factor
 
     # The backward error is small for any condition number, unless the inverse is wrong.
     probe, length = _probe_vector(matrix.shape[-1], matrix.dtype, matrix.device)
     solved = torch.bmm(inverse, probe.expand(matrix.shape[0], -1, -1))
     error = _norm(torch.baddbmm(probe, matrix, solved, beta=-1))
     return (inverse,), error / torch.addcmul(length, _norm(matrix), _norm(solved))
-
-
-def _invert_from_cholesky(factor: Tensor) -> Tensor:
-    """Invert L Lᵀ for L of shape ``(batch, n, n)``. The result is row-major.
-
-    On a GPU, ``torch.cholesky_inverse`` takes one matrix after the other. To invert a
-    batch of triangles and to multiply them takes half the time.
-    """
-    if factor.device.type == "cpu":
-        inverse: Tensor = torch.cholesky_inverse(factor)
-        return inverse.mT
-    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    inverted: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
-    return inverted.mT @ inverted
 
 
 def _zero_if_finite(x: Tensor) -> Tensor:
@@ -676,9 +671,9 @@ class CholeskyInverse(Inverse):
         """
         if exact:
             return None, torch.zeros_like(means[1]) + damping
-        usable = (means > 0).all(0)
+        is_zero = (means <= 0).any(0)
         # Take logarithms, because the product may overflow.
-        logarithms = torch.where(usable, means, 1.0).log()
+        logarithms = means.masked_fill(is_zero, 1.0).log()
         pi = (logarithms - logarithms.mean(0)).exp()
         return (pi * damping ** (1 / len(means))).unbind()
 

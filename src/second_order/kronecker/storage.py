@@ -201,6 +201,8 @@ def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> 
 
     If the tensors are slices of one stack already, nothing is copied or replaced.
     """
+    if len(owners) == 1:
+        return owners[0][name].unsqueeze(0)
     stack = as_stack([owner[name] for owner in owners])
     # A view has a base. The result of torch.stack has none.
     is_copy = stack._base is None
