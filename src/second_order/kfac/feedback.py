@@ -114,13 +114,10 @@ def report_refresh(
         curvatures.append(layer_mean_curvature(means))
 
     # The learning rates of parameter groups with layers.
-    params: set[Tensor] = set()
-    for block in step_plan.layers:
-        params.update(block.params)
     host_rates: list[float] = []
     device_rates: list[Tensor] = []
     for group in training.groups:
-        if params.isdisjoint(group["params"]):
+        if step_plan.params.isdisjoint(group["params"]):
             continue
         rate = as_scalar(group["lr"])
         if isinstance(rate, Tensor):

@@ -317,6 +317,7 @@ class StepPlan:
 
     Attributes:
         layers: The layers that train, with their plans.
+        params: The parameters of these layers.
         row: The ranks that precondition the same layers as this rank.
         column: The ranks, one of each row, that exchange preconditioned gradients.
         exchange_dtype: Communication dtype of decompositions; None for their own.
@@ -338,6 +339,7 @@ class StepPlan:
     layers: Mapping[KroneckerBlock, LayerPlan]
     row: World
     column: World
+    params: Set[Tensor] = frozenset()
     exchange_dtype: torch.dtype | None = None
     contributing: Sequence[KroneckerBlock] = ()
     gradient_factored: Sequence[GradientBlock] = ()
@@ -410,6 +412,7 @@ def compile_step(
         layers=layers,
         row=world.subgroup(row),
         column=world.subgroup(grid.column(grid.column_of(rank))),
+        params={p for block in layers for p in block.params},
         exchange_dtype=exchange_dtype,
         contributing=contributing,
         gradient_factored=gradient_factored,

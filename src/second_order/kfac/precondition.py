@@ -41,9 +41,13 @@ from torch import Tensor
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.world import World
 from second_order.kfac.plan import LayerPlan, StepPlan, assign_gradient_owners
-from second_order.kronecker.block import Gradients, KroneckerBlock, LayerBatch
+from second_order.kronecker.block import (
+    Gradients,
+    KroneckerBlock,
+    LayerBatch,
+    stack_inverses,
+)
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.storage import as_stack
 from second_order.optimizers.config import KFACOptions, check_clip
 from second_order.training.context import Training
 from second_order.utils.checks import AUTO, PEAK_LR, Scalar
@@ -288,7 +292,10 @@ def precondition_batches(
                 ready.append(block)
         if not ready:
             continue
-        ready_batch = batch.select(ready)
+        ready_batch = batch
+        if len(ready) < len(batch.blocks):
+            inverses = [block.inverse for block in ready if block.inverse is not None]
+            ready_batch = LayerBatch(ready, stack_inverses(inverses))
         gradient = ready_batch.gradient(gradient_of)
         result = ready_batch.precondition(gradient, dtype)
         preconditioned.append(PreconditionedBatch(ready_batch, gradient, result))
@@ -317,26 +324,21 @@ def compare_inverses(
         if not refreshed:
             continue
 
-        # Their gradients, (layers x groups, out, in). These are slices of one stack, so
-        # those of neighboring layers need no copy.
-        gradients = batch.split_layers(preconditioned.gradient)
-        stack = as_stack([gradients[i] for i in refreshed]).flatten(0, 1)
+        # P by the previous inverses and by the new ones, (layers, elements).
+        gradient = batch.select(preconditioned.gradient, refreshed)
+        old_inverse = stack_inverses([previous[blocks[i]] for i in refreshed])
+        old_result = old_inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
+        new_result = batch.select(preconditioned.result, refreshed)
+        old_rows = old_result.reshape(len(refreshed), -1)
+        new_rows = new_result.reshape(len(refreshed), -1)
 
-        # P by the previous inverses, (layers, elements).
-        previous_batch = batch.select(
-            [blocks[i] for i in refreshed],
-            [previous[blocks[i]] for i in refreshed],
-        )
-        old_results = previous_batch.precondition(stack, dtype).view(len(refreshed), -1)
-
-        # P by the new inverses, of the same shape, and the cosines.
-        results = batch.split_layers(preconditioned.result)
-        new_results = torch.stack([results[i] for i in refreshed]).flatten(1)
-        old_lengths = torch.linalg.vector_norm(old_results, dim=1)
-        new_lengths = torch.linalg.vector_norm(new_results, dim=1)
-        products = torch.linalg.vecdot(old_results, new_results)
+        # The cosines.
+        old_lengths = torch.linalg.vector_norm(old_rows, dim=1)
+        new_lengths = torch.linalg.vector_norm(new_rows, dim=1)
+        products = torch.linalg.vecdot(old_rows, new_rows)
         batch_cosines = (products / (old_lengths * new_lengths)).unbind()
-        cosines.update(zip(previous_batch.blocks, batch_cosines, strict=True))
+        for i, cosine in zip(refreshed, batch_cosines, strict=True):
+            cosines[blocks[i]] = cosine
     return cosines
 
 
@@ -367,7 +369,7 @@ def write_gradients(
             gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is not None:
                 gradients.append(gradient)
-                values.append(part.reshape(gradient.shape))
+                values.append(part.reshape_as(gradient))
     if gradients:
         torch._foreach_copy_(gradients, values)
 

@@ -58,6 +58,7 @@ __all__ = [
     "batch_layers",
     "per_group",
     "split_by_parameter",
+    "stack_inverses",
     "to_matrices",
 ]
 
@@ -378,7 +379,7 @@ class KroneckerBlock:
         if self.factors is None:
             return False
         owned = set(self.shape.factor_names).intersection(self.owned_factors)
-        return len(self.factors.stored) < len(owned)
+        return not owned <= self.factors.entries.keys()
 
     @property
     def factor_bytes(self) -> int:
@@ -562,6 +563,17 @@ def split_by_parameter(
 # ------------------------------------------------------------------------ layer batches
 
 
+def stack_inverses(inverses: Sequence[Inverse]) -> Inverse:
+    """The inverses of equal layers as one, ``(layers x groups, ...)``."""
+    if len(inverses) == 1:
+        return inverses[0]
+    stacks: dict[str, Tensor] = {}
+    for name in inverses[0].entries:
+        column = [inverse.entries[name] for inverse in inverses]
+        stacks[name] = as_stack(column).flatten(0, 1)
+    return replace(inverses[0], entries=stacks)
+
+
 class LayerBatch:
     """Layers whose gradients are matrices of one shape, dtype, device and layout.
 
@@ -603,28 +615,6 @@ class LayerBatch:
                 self._inverse = replace(inverses[0], entries=stacks)
         return self._inverse
 
-    def select(
-        self,
-        blocks: Sequence[KroneckerBlock],
-        inverses: Sequence[Inverse] | None = None,
-    ) -> LayerBatch:
-        """The batch of some of the layers.
-
-        Args:
-            blocks: The layers, in their order in the batch.
-            inverses: Other inverses to use; None for the layers' own, which all must
-                have.
-        """
-        if inverses is None:
-            if len(blocks) == len(self.blocks):
-                return self
-            inverses = [block.inverse for block in blocks if block.inverse is not None]
-        stacks: dict[str, Tensor] = {}
-        for name in inverses[0].entries:
-            column = [inverse.entries[name] for inverse in inverses]
-            stacks[name] = as_stack(column).flatten(0, 1)
-        return LayerBatch(blocks, replace(inverses[0], entries=stacks))
-
     def gradient(self, gradient_of: Gradients | None = None) -> Tensor:
         """The layers' gradients, ``(layers x groups, out, in)``, in the work dtype.
 
@@ -642,12 +632,16 @@ class LayerBatch:
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply the inverses, of a dtype, to the result of :meth:`gradient`."""
+        if gradient.dtype == dtype:
+            return self.inverse.precondition(gradient)
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
-    def split_layers(self, results: Tensor) -> Sequence[Tensor]:
-        """Split results by layer, ``(groups, out, in)`` each."""
-        layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
-        return layers
+    def select(self, matrices: Tensor, indices: Sequence[int]) -> Tensor:
+        """Select the matrices of some layers. Those of neighbors are not copied."""
+        if len(indices) == len(self.blocks):
+            return matrices
+        by_layer = matrices.unflatten(0, (len(self.blocks), -1)).unbind()
+        return as_stack([by_layer[i] for i in indices]).flatten(0, 1)
 
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
         """Split results by the entries of :attr:`params`. Their shapes may differ.
