@@ -79,14 +79,16 @@ def keep(
     made: StatisticsCollector, block: KroneckerBlock, x: Tensor, d: Tensor, rows: BackwardPass
 ) -> Pair:
     """Keep a pair of a pass, as `consume` does."""
-    seen = block.gradient_rows(block.modules[0], x, d)
+    module = block.modules[0]
+    seen = block.gradient_rows(module, x, d)
+    group = rows.record_rows(seen, module, has_label_per_row=False, read_gradient=False)
     pair = Pair(
         block=block,
-        module=block.modules[0],
+        module=module,
         x=x,
         d=d,
         backward_pass=rows,
-        group=rows.find_group(seen),
+        group=group,
         gradient=seen.gradient,
     )
     block.staged.record_pair(rows.number)

@@ -170,13 +170,50 @@ class BackwardPass:
 
     # -------------------------------------------------------------- while the pass runs
 
-    def find_group(self, rows: PairRows) -> RowGroup:
-        """Return the group of a pair's rows: for selected rows, a new one."""
-        key: Hashable = (rows.family, rows.shape, rows.examples)
-        group = self._groups.get(key)
-        if group is not None:
-            return group
+    def record_rows(
+        self,
+        rows: PairRows,
+        module: nn.Module,
+        *,
+        has_label_per_row: bool,
+        read_gradient: bool,
+    ) -> RowGroup:
+        """Record the rows of a module's pair, and return their group.
 
+        Args:
+            rows: The rows.
+            module: The module.
+            has_label_per_row: Whether a label was sampled for each row of the layer
+                called last.
+            read_gradient: Whether the host reads now which rows have a gradient. To
+                avoid a synchronization, it does not on a GPU. The collector then adds
+                the rows to their group when it sums the pairs.
+        """
+        key = (rows.family, rows.shape, rows.examples)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._add_group(key, rows)
+        if self._last_called is None:
+            self._last_called = module
+        is_last_called = module is self._last_called
+
+        # The rows of this pair that have a gradient, if anything depends on them.
+        is_undecided = read_gradient and not group.all_take_part
+        if not is_last_called and not is_undecided:
+            return group
+        if group.are_examples:
+            row_mask = full_row_mask(group.num_rows)
+        else:
+            row_mask = nonzero_row_mask(rows.gradient)
+
+        if is_undecided:
+            group.add(row_mask)
+        if is_last_called:
+            self._calls.append(_Call(group, row_mask, all_terms=has_label_per_row))
+        return group
+
+    def _add_group(self, key: Hashable, rows: PairRows) -> RowGroup:
+        """Add a group for a pair's rows. The key of selected rows is a new one."""
         group = RowGroup(rows.family, rows.shape, are_examples=rows.examples)
         if self._type_of(group) == "selected":
             group = RowGroup(rows.family, rows.shape, are_selected=True)
@@ -193,45 +230,6 @@ class BackwardPass:
         if rows.examples:
             self._example_counts.add(group.num_rows)
         return group
-
-    def record_rows(
-        self,
-        rows: PairRows,
-        group: RowGroup,
-        module: nn.Module,
-        *,
-        has_label_per_row: bool,
-        read_gradient: bool,
-    ) -> None:
-        """Record the rows of a module's pair.
-
-        Args:
-            rows: The rows.
-            group: Their group, as :meth:`find_group` returned it.
-            module: The module.
-            has_label_per_row: Whether a label was sampled for each row of the layer
-                called last.
-            read_gradient: Whether the host reads now which rows have a gradient. To
-                avoid a synchronization, it does not on a GPU. The collector then adds
-                the rows to their group when it sums the pairs.
-        """
-        if self._last_called is None:
-            self._last_called = module
-        is_last_called = module is self._last_called
-
-        # The rows of this pair that have a gradient, if anything depends on them.
-        is_undecided = read_gradient and not group.all_take_part
-        if not is_last_called and not is_undecided:
-            return
-        if group.are_examples:
-            row_mask = full_row_mask(group.num_rows)
-        else:
-            row_mask = nonzero_row_mask(rows.gradient)
-
-        if is_undecided:
-            group.add(row_mask)
-        if is_last_called:
-            self._calls.append(_Call(group, row_mask, all_terms=has_label_per_row))
 
     def rows_with_gradient(self, group: RowGroup) -> RowMask:
         """The rows of a group that are known to take part so far."""

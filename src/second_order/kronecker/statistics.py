@@ -302,11 +302,9 @@ class StatisticsCollector:
         # Record the pair's rows. On a CPU, reading the gradient needs no
         # synchronization.
         rows = blocks[0].gradient_rows(module, x, d)
-        group = backward_pass.find_group(rows)
         read_gradient = d.device.type == "cpu" or self.on_new_statistics is not None
-        backward_pass.record_rows(
+        group = backward_pass.record_rows(
             rows,
-            group,
             module,
             has_label_per_row=self.label_per_row,
             read_gradient=read_gradient,
@@ -442,7 +440,7 @@ class StatisticsCollector:
                 rows without a gradient may still get one at another layer, and are
                 kept.
         """
-        with self._lock, torch.no_grad():
+        with self._lock:
             pairs = self._take_pairs()
             find_rows_with_gradient(pairs, pass_is_over)
             row_masks: dict[int, RowMask] = {}  # by the id of a group
@@ -524,12 +522,14 @@ class StatisticsCollector:
     def _add_together(self, ready: Sequence[ReadyPair]) -> None:
         """Add pairs of different layers on one device, with records of equal parts."""
         first = ready[0].pair.staged
+        max_size = max_stacked_elements(first.device)
         keys: list[_BatchKey] = []
         sizes: list[int] = []
         for each in ready:
-            keys.append(self._batch_key(each))
+            is_small = each.pair.size <= max_size or first.device.type != "cpu"
+            keys.append(_batch_key(each, is_small))
             sizes.append(each.pair.size)
-        groups = group_equal(keys, sizes, max_stacked_elements(first.device))
+        groups = group_equal(keys, sizes, max_size)
         lengths = [len(group) for group in groups]
 
         # The sums of equal layers are computed together.
@@ -571,23 +571,6 @@ class StatisticsCollector:
                     layer.sums.factors[name] = factor
         add_pairs(added)
 
-    def _batch_key(self, ready: ReadyPair) -> _BatchKey:
-        """A key that is equal for pairs whose sums are computed together.
-
-        Equal pairs of Linears are multiplied in one batch, except large ones on a CPU,
-        which multiplies these faster in strips of a triangle.
-        """
-        pair = ready.pair
-        linears: Hashable = None
-        kind = pair.block.kinds.get(pair.module)
-        multiplies_rows = kind is not None and kind.multiplies_rows
-        device = pair.d.device
-        is_small = pair.size <= max_stacked_elements(device) or device.type != "cpu"
-        if type(pair.block) is KroneckerBlock and multiplies_rows and is_small:
-            dtypes = (pair.x.dtype, pair.d.dtype)
-            linears = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
-        return _BatchKey(pair.staged.shape, id(ready.row_mask.mask), linears)
-
     def _sum_batch(
         self,
         key: _BatchKey,
@@ -606,7 +589,6 @@ class StatisticsCollector:
         # Sums of outer products, and the number of data rows that A sums over.
         if key.linears is not None:
             factors, num_examples = self._multiply_linears(ready)
-            count.fill_(num_examples)
         else:
             with ieee_matmul(records.device):
                 formed = [
@@ -616,10 +598,14 @@ class StatisticsCollector:
             for name in formed[0].factors:
                 factors[name] = as_stack([each.factors[name] for each in formed])
             counts = [each.num_examples for each in formed]
-            records[:, 0] = merge_numbers(counts, records)
+            num_examples = merge_numbers(counts, records)
             if shape.routed:
                 by_group = [cast(Tensor, each.examples_per_group) for each in formed]
                 means[-1].copy_(torch.stack(by_group))
+        if isinstance(num_examples, Tensor):
+            count.copy_(num_examples.view(-1, 1))
+        else:
+            count.fill_(num_examples)
 
         # Undo the scale of the gradients. A of gradient-factored layers has it as well.
         if isinstance(scale, Tensor) or scale != 1:
@@ -651,7 +637,7 @@ class StatisticsCollector:
 
     def _multiply_linears(
         self, ready: Sequence[ReadyPair]
-    ) -> tuple[dict[str, Tensor], int | Tensor]:
+    ) -> tuple[dict[str, Tensor], float | Tensor]:
         """Compute A and G of the equal pairs of n Linears, with batched products.
 
         They equal the statistics of
@@ -690,7 +676,7 @@ class StatisticsCollector:
 
         # Rows that do not take part are zero in A. In G they are zero already.
         if first.block.trains_bias:
-            x = nn.functional.pad(x, (0, 1), value=1.0)
+            x = torch.constant_pad_nd(x, (0, 1), 1.0)
         if row_mask.mask is not None:
             x = x * row_mask.mask.to(x.device).unsqueeze(-1)
         with ieee_matmul(x.device, dtype, narrow=is_narrow):
@@ -705,6 +691,22 @@ class _BatchKey(NamedTuple):
     shape: FactorShape
     mask_id: int  # of the mask of the rows that take part
     linears: Hashable  # not None if the pairs are multiplied in one batch
+
+
+def _batch_key(ready: ReadyPair, is_small: bool) -> _BatchKey:
+    """Return the key of a pair.
+
+    Equal pairs of Linears are multiplied in one batch if they are small. A CPU
+    multiplies large ones faster in strips of a triangle.
+    """
+    pair = ready.pair
+    linears: Hashable = None
+    kind = pair.block.kinds.get(pair.module)
+    multiplies_rows = kind is not None and kind.multiplies_rows
+    if type(pair.block) is KroneckerBlock and multiplies_rows and is_small:
+        dtypes = (pair.x.dtype, pair.d.dtype)
+        linears = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
+    return _BatchKey(pair.staged.shape, id(ready.row_mask.mask), linears)
 
 
 # ----------------------------------------------------------------- which rows take part
