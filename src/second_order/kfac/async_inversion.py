@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -177,11 +176,11 @@ class ThreadedInverter:
         for job in jobs:
             problems: dict[str, Problem] = {}
             for factor_name, problem in job.problems.items():
-                problems[factor_name] = replace(problem, stored=next(remaining))
+                problems[factor_name] = problem._replace(stored=next(remaining))
             weight = None if job.weight is None else job.weight.clone()
             work = partial(
                 decompose_snapshot,
-                replace(job, problems=problems, weight=weight),
+                job._replace(problems=problems, weight=weight),
                 self._solver,
                 self._dtype,
                 self._inverse_device,
@@ -288,10 +287,10 @@ def decompose_snapshot(
     problems: list[Problem] = []
     for problem in job.problems.values():
         added = None if problem.added is None else problem.added.to(device)
-        moved = replace(problem, stored=problem.stored.to(device), added=added)
+        moved = problem._replace(stored=problem.stored.to(device), added=added)
         if device.type == "cuda":
             # On CUDA, the precision of float32 products is a process-wide setting.
-            moved = replace(moved, dtype=torch.float64)
+            moved = moved._replace(dtype=torch.float64)
         problems.append(moved)
 
     # Decompose, and move the results to the device of the factors.

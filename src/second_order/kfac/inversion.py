@@ -32,9 +32,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -115,8 +115,7 @@ class Outcome(IntEnum):
     UNVERIFIED = 4  # a rank's captured pairs do not reproduce the layer's gradient
 
 
-@dataclass(frozen=True)
-class InverseState:
+class InverseState(NamedTuple):
     """When and with which damping a layer's installed inverse was computed.
 
     All ranks have the steps. The other numbers are valid only on the layer's gradient
@@ -160,8 +159,7 @@ class LoadedInverses:
     requested: set[KroneckerBlock] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class LayerDamping:
+class LayerDamping(NamedTuple):
     """The damping of a layer.
 
     Attributes:
@@ -173,11 +171,10 @@ class LayerDamping:
 
     damping: Damping
     mean_eigenvalue: Tensor
-    added: Mapping[str, Tensor] = field(default_factory=dict)
+    added: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class PendingInverse:
+class PendingInverse(NamedTuple):
     """An inverse that was submitted and is not installed yet."""
 
     step: int  # the step at which its factors were submitted
@@ -702,7 +699,7 @@ class Inverses:
                 # A copy, because a view would keep the whole message in memory.
                 numbers = received.pop((block, DAMPING_ENTRY))[0].clone()
                 damping, mean_eigenvalue = numbers.unbind()
-                self._dampings[block] = LayerDamping(damping, mean_eigenvalue)
+                self._dampings[block] = LayerDamping(damping, mean_eigenvalue, {})
             self._results.pop(block, None)
         return decompositions
 
@@ -914,7 +911,7 @@ class Inverses:
                 continue
             if block.factors is not None:
                 copies = block.read_factors(block.saved_factors())
-                self.pending[block] = replace(pending, factors=copies)
+                self.pending[block] = pending._replace(factors=copies)
 
     def load(self, loaded: LoadedInverses) -> None:
         """Install a checkpoint's inverses, and recompute those that were pending.

@@ -19,7 +19,7 @@ the same step or a later one. These are the settings of an inverter:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -40,8 +40,7 @@ from second_order.training.context import Training
 __all__ = ["Inverter", "Job", "Result", "SynchronousInverter", "describe_error"]
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """The factors of a layer that this rank decomposes.
 
     Attributes:
@@ -59,8 +58,7 @@ class Job:
     weight: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The result of a job.
 
     Attributes:
@@ -74,7 +72,7 @@ class Result:
     """
 
     block: KroneckerBlock
-    decompositions: Mapping[str, Decomposition] = field(default_factory=dict)
+    decompositions: Mapping[str, Decomposition] = MappingProxyType({})
     error: str = ""
     has_statistics: bool = True
     was_retried: bool = False

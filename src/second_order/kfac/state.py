@@ -599,8 +599,7 @@ def _read_inverse(
     entries: dict[str, Tensor] = {}
     for name in names:
         entries[name] = part[name].to(device, dtype, copy=True)
-    state = replace(
-        loaded.state,
+    state = loaded.state._replace(
         damping=damping,
         mean_eigenvalue=mean_eigenvalue,
         damping_option=option,

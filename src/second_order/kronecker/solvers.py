@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -118,8 +118,7 @@ def _cuda_matmul(precision: str) -> Iterator[None]:
         matmul.fp32_precision = previous
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A factor to decompose.
 
     Attributes:
@@ -327,7 +326,7 @@ def _decompose_in_float64(
         return None
     for device in dict.fromkeys([stored.device, torch.device("cpu")]):
         added = None if problem.added is None else problem.added.to(device)
-        moved = replace(problem, stored=stored.to(device), added=added)
+        moved = problem._replace(stored=stored.to(device), added=added)
         try:
             parts, errors = routine(_build_matrices([moved], torch.float64))
         except (RuntimeError, TypeError):  # MPS raises TypeError, as it has no float64
