@@ -638,7 +638,7 @@ a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_equals_th
     torch.cat(views, layout.axis)  =>  torch.cat(views[::-1], layout.axis)
 inverses of some layers of a batch are others'
   <-  layer_batches::a_layer_batch_equals_its_layers_one_by_one
-    as_stack(column).flatten(0, 1)  =>  as_stack(column[:1] * len(column)).flatten(0, 1)
+    join_groups(column)  =>  join_groups(column[:1] * len(column))
 
 == kronecker/block.py
 a slice that keeps its stack  <-  queued_statistics::the_state_refers_to_the_stacks

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,7 @@ from second_order.training.groups import as_scalar
 __all__ = ["Feedback", "Report", "report_refresh", "share_feedback"]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What this rank reports of a refresh.
 
     Attributes:
@@ -55,8 +53,7 @@ class Report:
     device_rates: slice
 
 
-@dataclass(frozen=True)
-class Feedback:
+class Feedback(NamedTuple):
     """What all ranks know after a refresh.
 
     Attributes:

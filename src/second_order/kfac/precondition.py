@@ -32,8 +32,7 @@ Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -228,8 +227,7 @@ class Clip:
 # ----------------------------------------------------------------------- P of this rank
 
 
-@dataclass(frozen=True)
-class PreconditionResult:
+class PreconditionResult(NamedTuple):
     """The result of preconditioning a step's gradients.
 
     Attributes:
@@ -242,8 +240,7 @@ class PreconditionResult:
     cosines: dict[KroneckerBlock, Tensor]
 
 
-@dataclass(frozen=True)
-class PreconditionedBatch:
+class PreconditionedBatch(NamedTuple):
     """Layers of equal shape that have an inverse and a gradient.
 
     Attributes:

@@ -40,8 +40,8 @@ from second_order.kronecker.layers import (
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.storage import (
-    as_stack,
     group_equal,
+    join_groups,
     merge_numbers,
     stack_in_place,
 )
@@ -570,7 +570,7 @@ def stack_inverses(inverses: Sequence[Inverse]) -> Inverse:
     stacks: dict[str, Tensor] = {}
     for name in inverses[0].entries:
         column = [inverse.entries[name] for inverse in inverses]
-        stacks[name] = as_stack(column).flatten(0, 1)
+        stacks[name] = join_groups(column)
     return replace(inverses[0], entries=stacks)
 
 
@@ -641,7 +641,7 @@ class LayerBatch:
         if len(indices) == len(self.blocks):
             return matrices
         by_layer = matrices.unflatten(0, (len(self.blocks), -1)).unbind()
-        return as_stack([by_layer[i] for i in indices]).flatten(0, 1)
+        return join_groups([by_layer[i] for i in indices])
 
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
         """Split results by the entries of :attr:`params`. Their shapes may differ.
