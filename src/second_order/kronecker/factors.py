@@ -214,7 +214,7 @@ class StagedStatistics:
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         names = self.shape.factor_names
         factors = {name: zeros(self.shape.stored_shape(name)) for name in names}
-        record = zeros(1 + self.shape.record_size * self.shape.groups)
+        record = zeros(sum(self.shape.record_parts))
         return PassSums(factors, record)
 
 
@@ -283,8 +283,9 @@ def close_pass(
             sums, total = staged.end_sums(pass_id)
             if sums is None:
                 continue
-            for name in _gradient_factors(staged.shape):
-                mean_eigenvalues = sums.record[_places_of_means(staged.shape, name)]
+            _, *means = sums.record.split_with_sizes(staged.shape.record_parts)
+            for name in staged.shape.gradient_factors:
+                mean_eigenvalues = means[staged.shape.factor_names.index(name)]
                 gradient_sums += (sums.factors[name], mean_eigenvalues)
             if total is not None:
                 totals += total.tensors
@@ -305,11 +306,6 @@ def close_pass(
             torch._foreach_mul_(gradient_sums, square)
         if totals:
             torch._foreach_add_(totals, added)
-
-
-def _gradient_factors(shape: FactorShape) -> tuple[str, ...]:
-    """Return the names of the factors that are computed from gradients."""
-    return ("A", "G") if shape.gradient_factored else ("G",)
 
 
 # --------------------------------------------------------- from sums to what ranks send
@@ -355,7 +351,7 @@ def collect_sums(
         # the trace 1.
         if micro_batches > 1:
             square = float(micro_batches**2)
-            places = _places_of_means(layers[group[0]].shape, "G", before=2)
+            places = _places_of_means(layers[group[0]].shape, "G")
             stacked_heads[:, places].mul_(square)
             scaled = torch._foreach_mul([totals[i].factors["G"] for i in group], square)
             scaled_g.update(zip(group, scaled, strict=True))
@@ -372,15 +368,9 @@ def collect_sums(
     return sums
 
 
-def _places_of_means(shape: FactorShape, factor_name: str, before: int = 1) -> slice:
-    """The places of a factor's mean eigenvalues in a record, or in a head.
-
-    Args:
-        shape: Sizes of the layer's factors.
-        factor_name: The name of the factor.
-        before: How many numbers precede the means: 1 in a record, 2 in a head.
-    """
-    start = before + shape.groups * shape.factor_names.index(factor_name)
+def _places_of_means(shape: FactorShape, factor_name: str) -> slice:
+    """The places of a factor's mean eigenvalues in a head."""
+    start = 2 + shape.groups * shape.factor_names.index(factor_name)
     return slice(start, start + shape.groups)
 
 
@@ -401,7 +391,7 @@ def scale_to_one_term(
     for layer_sums, shape in zip(sums, shapes, strict=True):
         square = (layer_sums.head[0] * share) ** 2
         head = layer_sums.head.clone()
-        head[_places_of_means(shape, "G", before=2)] *= square
+        head[_places_of_means(shape, "G")] *= square
         g = layer_sums.factors["G"]
         factors = {**layer_sums.factors, "G": g * square.to(g.dtype)}
         scaled.append(StatisticsSums(factors, head))

@@ -26,7 +26,7 @@ Both have the same trace. The block is A ⊗ G divided by this trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -108,7 +108,7 @@ class Attention(LayerKind):
             row_masks = [to_row_mask(mask) for mask in masks]
         qkv: list[PairStatistics] = []
         for x_part, d_part, row_mask in zip(x, d, row_masks, strict=True):
-            part_options = replace(options, row_mask=row_mask)
+            part_options = options._replace(row_mask=row_mask)
             qkv.append(LINEAR.statistics(module, x_part, d_part, part_options))
 
         # The masks of q, k and v may have different numbers of rows n. Each A is a mean

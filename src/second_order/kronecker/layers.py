@@ -114,6 +114,11 @@ class FactorShape:
         return "A" if self.diagonal_a else ""
 
     @cached_property
+    def gradient_factors(self) -> str:
+        """The names of the factors that are computed from gradients: "G" or "AG"."""
+        return "AG" if self.gradient_factored else "G"
+
+    @cached_property
     def elements(self) -> int:
         """Number of elements of all factors of a group, as full matrices."""
         return sum(n**2 for n in self.dims.values())
@@ -221,8 +226,7 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
 # --------------------------------------------------------------- sums of outer products
 
 
-@dataclass(frozen=True)
-class PairStatistics:
+class PairStatistics(NamedTuple):
     """Sums over one captured pair.
 
     A and L divided by ``num_examples`` are this pair's estimates of them. G needs the
@@ -242,8 +246,7 @@ class PairStatistics:
     examples_per_group: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class PairOptions:
+class PairOptions(NamedTuple):
     """How to compute the statistics of a pair.
 
     Attributes:
