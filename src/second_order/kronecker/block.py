@@ -666,7 +666,7 @@ def per_group(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> A
     Layers have different damping if threads began their inversions at different steps.
     """
     number = merge_numbers(numbers, like)
-    if isinstance(number, Tensor) and number.dim() > 0:
+    if groups > 1 and isinstance(number, Tensor) and number.dim() > 0:
         return number.repeat_interleave(groups)
     return number
 

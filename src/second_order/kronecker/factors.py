@@ -413,6 +413,8 @@ class KroneckerFactors:
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: The dtype in which the factors are stored.
+        kind: Equal for layers whose averages can be updated together, if they have
+            equal entries.
         entries: By their names in a checkpoint: the factors that this rank owns, and
             :attr:`weight`, :attr:`means` and :attr:`examples`. If a checkpoint lacked a
             factor that this rank owns, the factor is lost and its entry is missing.
@@ -427,6 +429,9 @@ class KroneckerFactors:
     ) -> None:
         self.shape = shape
         self.dtype = dtype
+        sizes = (shape.groups, shape.record_size, shape.factor_names)
+        columns = shape.in_dim if shape.gradient_factored else 0
+        self.kind = (device, dtype, columns, sizes)
         small_dtype = torch.promote_types(dtype, torch.float32)
         zeros = partial(torch.zeros, dtype=small_dtype, device=device)
         self.entries = {
@@ -501,14 +506,7 @@ def update_running_averages(
         old factors, as in the optimizer's ``state``, are then out of date.
     """
     # Layers whose small tensors have one shape are updated together.
-    keys: list[object] = []
-    for layer, layer_sums in zip(averages, sums, strict=True):
-        shape = layer.shape
-        sizes = (shape.groups, shape.record_size, shape.factor_names)
-        columns = shape.in_dim if shape.gradient_factored else 0
-        names = frozenset(layer.entries)
-        keys.append((layer_sums.head.device, layer.dtype, columns, names, sizes))
-
+    keys = [(layer.kind, frozenset(layer.entries)) for layer in averages]
     has_new_stack = False
     for group in group_equal(keys):
         # Among these, the factors of layers of equal shape are updated as one stack.
