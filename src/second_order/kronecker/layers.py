@@ -503,14 +503,16 @@ class Linear(LayerKind):
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
     ) -> PairStatistics:
-        x, d = self._to_rows(module, x, d)
+        if self.rows is not None:
+            x, d = self.rows(module, x, d)
         x, d, row_mask = linear_rows(x, d, options)
         a = gram(x.unsqueeze(0), options.has_bias, row_mask.count)
         g = gram(d.unsqueeze(0))
         return PairStatistics({"A": a, "G": g}, row_mask.count)
 
     def weight_gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-        x, d = self._to_rows(module, x, d)
+        if self.rows is not None:
+            x, d = self.rows(module, x, d)
         if self.transposed:
             return sum_outer_products(d, x)
         return sum_outer_products(x, d)
@@ -533,13 +535,6 @@ class Linear(LayerKind):
         """Shape of the weight as ``(out, in)``."""
         shape: Sequence[int] = getattr(module, self.weight).shape
         return shape[::-1] if self.transposed else shape
-
-    def _to_rows(
-        self, module: nn.Module, x: Tensor, d: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if self.rows is None:
-            return x, d
-        return self.rows(module, x, d)
 
 
 @dataclass(frozen=True)

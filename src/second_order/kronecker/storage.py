@@ -240,7 +240,7 @@ def pack_upper_triangular(matrix: Tensor) -> Tensor:
         indices = _gather_indices(dim, matrix.device)
         rows = matrix.reshape(-1, dim * dim)
         packed = rows.index_select(1, indices.pack)
-        return packed.view(*matrix.shape[:-2], packed_length(dim))
+        return packed.view(*matrix.shape[:-2], packed.shape[1])
     return _pack_by_blocks(matrix)
 
 
