@@ -290,14 +290,15 @@ class StepScale:
             for block in blocks:
                 if block.solved:
                     params += block.params
-        if not params:
-            step()
-            return
+        weights = [local_tensor(p) for p in params]
+        before: tuple[Tensor, ...] = ()
+        if weights:
+            before = torch._foreach_mul(weights, 1.0)  # a copy, in few kernels
 
         # Take the step, scale it, and keep it.
-        weights = [local_tensor(p) for p in params]
-        before = torch._foreach_mul(weights, 1.0)  # a copy, in few kernels
         step()
+        if not weights:
+            return
         if scale != 1.0:
             torch._foreach_lerp_(weights, before, 1.0 - scale)
         if keep_step:
