@@ -153,6 +153,9 @@ class LayerDrift(NamedTuple):
         return self._replace(interval=interval, cosine=cosine, num_stable=num_stable)
 
 
+NOT_REFRESHED = LayerDrift()
+
+
 def cost_bounds(costs: Sequence[float], work: float) -> list[int]:
     """Return each layer's shortest interval, a power of two, by the cost of refreshes.
 
@@ -231,7 +234,7 @@ class Drift:
 
         If it has no inverse, this is its :attr:`~LayerDrift.interval_without_inverse`.
         """
-        state = self.states.get(block, LayerDrift())
+        state = self.states.get(block, NOT_REFRESHED)
         if not block.solved:
             return state.interval_without_inverse
         return max(state.interval, state.cost_bound, self._throttle_bound())
@@ -282,7 +285,7 @@ class Drift:
                 solved.
         """
         for block in due:
-            state = self.states.get(block, LayerDrift())
+            state = self.states.get(block, NOT_REFRESHED)
             number = 0 if block.solved else state.num_without_inverse + 1
             if number != state.num_without_inverse:
                 self.states[block] = state._replace(num_without_inverse=number)
@@ -304,7 +307,7 @@ class Drift:
         throttle_bound = self._throttle_bound()
         new_bounds = cost_bounds(list(costs.values()), work)
         for block, cosine, new_bound in zip(costs, cosines, new_bounds, strict=True):
-            state = self.states.get(block, LayerDrift())
+            state = self.states.get(block, NOT_REFRESHED)
             if math.isfinite(cosine):
                 # The cosine was measured over an interval with the old cost bound.
                 clamped = max(min(cosine, 1.0), -1.0)
@@ -321,7 +324,7 @@ class Drift:
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """Return the checkpoint entries of a layer."""
-        state = self.states.get(block, LayerDrift())
+        state = self.states.get(block, NOT_REFRESHED)
         return {
             "drift_interval": state.interval,
             "drift_alike": state.num_stable,
