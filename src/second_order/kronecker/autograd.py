@@ -14,8 +14,8 @@ of v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -106,12 +106,18 @@ def is_reached(p: Tensor) -> bool:
         return False
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that disables autocast."""
-    # It is slow to enter, so only if needed.
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
+def without_modes(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context manager that disables gradients and autocast."""
+    # It is slow to enter, so only if needed. Most backward passes disable both.
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+        return _without_modes(device)
     return nullcontext()
+
+
+@contextmanager
+def _without_modes(device: torch.device) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 # ------------------------------------------------------------------------- saved inputs

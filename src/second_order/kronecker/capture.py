@@ -722,7 +722,7 @@ class Capture:
             pair = hook.pair(sampled.gradient)
             self._emit(hook.module, pair, _Pass(sampled.model_call, again=False))
         if not hook.is_part_of_attention:
-            with torch.no_grad(), autograd.without_autocast(gradient.device):
+            with autograd.without_modes(gradient.device):
                 x, d = cast(tuple[Any, Tensor], hook.pair(gradient))
                 self._consumer.verify(hook.module, x, d)
 
@@ -767,7 +767,7 @@ class Capture:
             return
         x, d = pair
         number, again = backward_pass
-        with torch.no_grad(), autograd.without_autocast(d.device):
+        with autograd.without_modes(d.device):
             self._consumer.consume(module, x, d, number, again=again)
 
     # ------------------------------------------------------------------- sampled labels

@@ -516,7 +516,7 @@ class StatisticsCollector:
                 keys.append((staged.device, staged.shape.record_parts))
             for group in group_equal(keys):
                 device, _ = keys[group[0]]
-                with autograd.without_autocast(device):
+                with autograd.without_modes(device):
                     self._add_together([pairs[i] for i in group])
 
     def _add_together(self, ready: Sequence[ReadyPair]) -> None:
