@@ -256,7 +256,7 @@ class PreconditionedBatch(NamedTuple):
     def products(self) -> Tensor:
         """Return P·∇ of each layer, ``(layers,)``."""
         num_layers = len(self.batch.blocks)
-        if num_layers == 1 and self.result.device.type == "cpu":
+        if num_layers == 1 and self.result.is_cpu:
             # A dot product needs no full-size temporary.
             product = torch.dot(self.result.flatten(), self.gradient.flatten())
             return product.unsqueeze(0)
