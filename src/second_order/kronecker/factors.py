@@ -295,12 +295,12 @@ def close_pass(
         # scaled in place, become the total.
         if gradient_sums and terms is not None:
             square: Tensor | float
-            dtype = gradient_sums[0].dtype
+            like = gradient_sums[0]
             if isinstance(terms, Tensor):
-                square = terms.to(device, dtype) ** 2
+                square = terms.to(like) ** 2
             elif device.type == "cpu":
                 # A tensor of the same dtype takes a third of the time on a CPU.
-                square = torch.tensor(float(terms) ** 2, dtype=dtype, device=device)
+                square = like.new_full((), float(terms) ** 2)
             else:
                 square = float(terms) ** 2
             torch._foreach_mul_(gradient_sums, square)
