@@ -164,6 +164,25 @@ def test_training_in_batches_equals_training_layer_by_layer() -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+@each_kronecker
+def test_a_step_within_autocast_is_close_to_one_outside(System: Any) -> None:
+    """Autocast multiplies by the inverses in bfloat16. The clip needs equal dtypes."""
+    ends = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+        optimizer = System(model, lr=0.05)
+        for _ in range(4):
+            x = torch.randn(8, 6)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        optimizer.close()
+        ends.append(vector(model))
+    torch.testing.assert_close(*ends, rtol=1e-2, atol=1e-3)
+
+
 class SameMatrices(nn.Module):
     """Layers of different kinds whose weights are matrices of one size.
 

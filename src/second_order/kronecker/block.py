@@ -632,8 +632,6 @@ class LayerBatch:
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Apply the inverses, of a dtype, to the result of :meth:`gradient`."""
-        if gradient.dtype == dtype:
-            return self.inverse.precondition(gradient)
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def select(self, matrices: Tensor, indices: Sequence[int]) -> Tensor:
