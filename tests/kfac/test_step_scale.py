@@ -252,6 +252,37 @@ def test_only_preconditioned_weights_are_scaled(System: Any, options: dict[str, 
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.parametrize("options", [FOLLOWS, ADAM], ids=["SGD", "Adam"])
+def test_a_bias_that_layers_share_is_scaled_once(options: dict[str, Any]) -> None:
+    moves = []
+    for factor in (1.0, 0.25):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh()).double()
+        model[2].bias = model[0].bias
+        optimizer = make(KAISA, model, **options)
+        batches = [(torch.randn(8, 5).double(), torch.randint(5, (8,))) for _ in range(2)]
+        take(model, optimizer, batches[0])
+        scale = optimizer._curvature.step_scale
+        scale.state = scale.state._replace(scale=factor)
+        before = model[0].bias.detach().clone()
+        with replaced(scale, {"update": lambda *arguments: None}):
+            take(model, optimizer, batches[1])
+        moves.append(model[0].bias.detach() - before)
+    torch.testing.assert_close(moves[1], 0.25 * moves[0], rtol=1e-9, atol=1e-15)
+
+
+def test_the_next_step_does_not_change_the_step_of_a_saved_state() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, **FOLLOWS, maximize=True)
+    for batch in BATCHES[:2]:
+        take(model, optimizer, batch)
+    states = optimizer.state_dict()["state"].values()
+    saved = [entry["curvature"]["last_step"] for entry in states]
+    before = [step.clone() for step in saved]
+    take(model, optimizer, BATCHES[2])
+    assert all(map(torch.equal, saved, before))
+
+
 def test_without_grafting_or_step_scale_steps_are_unchanged() -> None:
     chosen: list[dict[str, Any]] = [
         {"grafting": "none", "kl_clip": None},

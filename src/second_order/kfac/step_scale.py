@@ -248,7 +248,8 @@ class StepScale:
         for group in groups:
             if group.get("maximize"):
                 for p in kept_steps.keys() & group["params"]:
-                    kept_steps[p].neg_()
+                    # A state_dict() may share the kept tensor.
+                    kept_steps[p] = -kept_steps[p]
 
         reporting = set(step_plan.reporting)
         gradients: list[Tensor] = []
@@ -285,11 +286,13 @@ class StepScale:
         """
         self._negative_step = {}  # no refresh has measured the previous step
         scale = self.state.scale
-        params: list[Tensor] = []
+        params: dict[
+            Tensor, None
+        ] = {}  # each one once, because layers may share a bias
         if keep_step or scale != 1.0:
             for block in blocks:
                 if block.solved:
-                    params += block.params
+                    params.update(dict.fromkeys(block.params))
         weights = [local_tensor(p) for p in params]
         before: tuple[Tensor, ...] = ()
         if weights:
