@@ -307,7 +307,7 @@ class KFAC(LayeredCurvature):
             self.step_scale = StepScale(bounds)
         adapts = self.drift is not None or self.step_scale is not None
         self._uses_reports = adapts or options.floor != 0
-        # Of the last step: the layers that were due for a refresh, and ν, which is None
+        # The layers that were due for a refresh at the last step, and its ν. ν is None
         # if nothing was clipped.
         self._due: Sequence[KroneckerBlock] = ()
         self._clip_factor: Scalar | None = None
