@@ -201,7 +201,7 @@ def test_grafting_multiplies_newton_steps_by_the_mean_damped_curvature(
     blocks: Any = [each._curvature.layers.active for each in (newton, scaled)]
     assert blocks[0]
     for plain, other in zip(*blocks, strict=True):
-        mean = layer_mean_curvature(plain.ensure_factors().factor_means)
+        mean = layer_mean_curvature(plain.ensure_factors().means)
         assert mean > 0
         times_mean = mean + damping * (mean if relative else 1.0)
         for p, q in zip(plain.params, other.params, strict=True):

@@ -521,8 +521,7 @@ def curvature_worker(model: nn.Module, optimizer: Any) -> tuple[float, list[floa
         train_on(model, optimizer, BATCHES[:3])
         found = optimizer._curvature.mean_curvature
         owned = [
-            float(layer_mean_curvature(block.factors.factor_means))
-            for block in owned_here(optimizer)
+            float(layer_mean_curvature(block.factors.means)) for block in owned_here(optimizer)
         ]
         return found, owned
 

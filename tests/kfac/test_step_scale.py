@@ -312,7 +312,7 @@ def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict
     states = curvature.inverses.states
     found = {b.name: float(states[b].damping) for b in states if b.inverse is not None}
     own = {
-        block.name: float(layer_mean_curvature(block.ensure_factors().factor_means))
+        block.name: float(layer_mean_curvature(block.ensure_factors().means))
         for block in curvature.plan
     }
     return [found, own, {"mean": mean, "mean afterwards": curvature.mean_curvature}]

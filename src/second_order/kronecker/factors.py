@@ -468,11 +468,6 @@ class KroneckerFactors:
         """
         return self.entries["mean_eigenvalues"]
 
-    @property
-    def factor_means(self) -> Tensor:
-        """The mean eigenvalues of the factors alone, ``(2 or 3, groups)``."""
-        return self.entries["mean_eigenvalues"][: len(self.shape.factor_names)]
-
 
 def layer_mean_curvature(factor_means: Tensor) -> Tensor:
     """The mean curvature of layers: the mean eigenvalue of A ⊗ G, or of A ⊗ L ⊗ G.
