@@ -239,17 +239,17 @@ class StepScale:
         Returns:
             s, a scalar in a list; an empty list if the last step was not kept.
         """
-        kept_steps = self._negative_step
+        last_steps = self._negative_step
         self._negative_step = {}
-        if not kept_steps:
+        if not last_steps:
             return []
 
         # With maximize=True, the direction of descent has the other sign.
         for group in groups:
             if group.get("maximize"):
-                for p in kept_steps.keys() & group["params"]:
+                for p in last_steps.keys() & group["params"]:
                     # A state_dict() may share the kept tensor.
-                    kept_steps[p] = -kept_steps[p]
+                    last_steps[p] = -last_steps[p]
 
         reporting = set(step_plan.reporting)
         gradients: list[Tensor] = []
@@ -261,7 +261,7 @@ class StepScale:
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
             for p in block.params:
-                step = kept_steps.get(p)
+                step = last_steps.get(p)
                 if p.grad is None or step is None:
                     continue
                 gradients.append(local_tensor(p.grad))
