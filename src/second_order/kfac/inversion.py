@@ -235,6 +235,7 @@ def stack_means(
     for by_layer in same_shape.values():
         blocks = list(by_layer)
         stack = torch.stack(list(by_layer.values()), dim=1)
+        # The last row of a routed layer has the shares of the examples, so drop it.
         stacks.append((blocks, stack[: len(blocks[0].shape.factor_names)]))
     return stacks
 

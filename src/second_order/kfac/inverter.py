@@ -136,7 +136,7 @@ class Submitted(NamedTuple):
     """The last submitted jobs, and the attempts to decompose their factors."""
 
     jobs: Sequence[Job]
-    keys: list[FactorKey]  # of the factors, in the order of the attempts
+    keys: list[FactorKey]  # of the factors, in the order of attempts.problems
     attempts: Attempts
 
 

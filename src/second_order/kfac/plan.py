@@ -317,7 +317,7 @@ class StepPlan:
 
     Attributes:
         layers: The layers that train, with their plans.
-        params: The parameters of these layers.
+        params: The trainable parameters of these layers.
         row: The ranks that precondition the same layers as this rank.
         column: The ranks, one of each row, that exchange preconditioned gradients.
         exchange_dtype: Communication dtype of decompositions; None for their own.

@@ -248,7 +248,7 @@ class StepScale:
         for group in groups:
             if group.get("maximize"):
                 for p in last_steps.keys() & group["params"]:
-                    # A state_dict() may share the kept tensor.
+                    # Not in place, because a state_dict() may share the kept tensor.
                     last_steps[p] = -last_steps[p]
 
         reporting = set(step_plan.reporting)
@@ -286,9 +286,8 @@ class StepScale:
         """
         self._negative_step = {}  # no refresh has measured the previous step
         scale = self.state.scale
-        params: dict[
-            Tensor, None
-        ] = {}  # each one once, because layers may share a bias
+        # Each parameter comes once, because layers may share a bias.
+        params: dict[Tensor, None] = {}
         if keep_step or scale != 1.0:
             for block in blocks:
                 if block.solved:

@@ -108,7 +108,7 @@ def is_reached(p: Tensor) -> bool:
 
 def without_modes(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that disables gradients and autocast."""
-    # It is slow to enter, so only if needed. Most backward passes disable both.
+    # Entering it is slow. In most backward passes, both are disabled already.
     if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return _without_modes(device)
     return nullcontext()

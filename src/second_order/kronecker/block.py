@@ -223,7 +223,10 @@ class KroneckerBlock:
         ]
 
     def reset_if_changed(self) -> None:
-        """Reset a trainable layer that was moved, or whose bias changed trainability."""
+        """Reset a layer that was moved, or whose bias was frozen or unfrozen.
+
+        The layer must be trainable.
+        """
         device = self.weight.device
         was_moved = device != self.staged.device
         if was_moved or self._bias_is_trainable() != self.trains_bias:
@@ -642,7 +645,9 @@ class LayerBatch:
         return join_groups([by_layer[i] for i in indices])
 
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
-        """Split results by the entries of :attr:`params`. Their shapes may differ.
+        """Split results by the entries of :attr:`params`.
+
+        A part may have another shape than its parameter.
 
         On a GPU the parts are contiguous, as most gradients are: a foreach kernel
         copies all tensors only if source and target have equal strides.

@@ -414,7 +414,7 @@ class KroneckerFactors:
         shape: Sizes of the layer's factors.
         dtype: The dtype in which the factors are stored.
         kind: Equal for layers whose averages can be updated together, if they have
-            equal entries.
+            entries of equal names.
         entries: By their names in a checkpoint: the factors that this rank owns, and
             :attr:`weight`, :attr:`means` and :attr:`examples`. If a checkpoint lacked a
             factor that this rank owns, the factor is lost and its entry is missing.

@@ -637,7 +637,7 @@ class Layout:
     Attributes:
         axis: The dimension along which the gradients are concatenated.
         views: The shape to which each gradient is reshaped. Its first dimension is 1,
-            for the layer. If the layer has one group, no dimension is for the groups.
+            for the layer. With only one group, there is no dimension for the groups.
         sizes: The size of each gradient along the axis.
         has_groups: Whether the second dimension has the groups.
         transposed: Whether the last two dimensions are swapped after the concatenation.

@@ -146,7 +146,7 @@ class BackwardPass:
         serial: Larger than that of all passes that began earlier, and than
             ``cleared_at`` of statistics that were cleared earlier.
         again: Whether an earlier pass went through the same calls of layers.
-        end_is_scheduled: Whether autograd will call at the pass's end.
+        end_is_scheduled: Whether autograd will call the collector at the pass's end.
         layers: Staged statistics of the layers with pairs of this pass, by ``id()``.
     """
 
@@ -213,7 +213,7 @@ class BackwardPass:
         return group
 
     def _add_group(self, key: Hashable, rows: PairRows) -> RowGroup:
-        """Add a group for a pair's rows. The key of selected rows is a new one."""
+        """Add a group for a pair's rows. Selected rows get a key that no pair has."""
         group = RowGroup(rows.family, rows.shape, are_examples=rows.examples)
         if self._type_of(group) == "selected":
             group = RowGroup(rows.family, rows.shape, are_selected=True)
@@ -238,7 +238,7 @@ class BackwardPass:
         return to_row_mask(group.has_gradient)
 
     def mark_end_scheduled(self) -> None:
-        """Note that autograd will call at the pass's end."""
+        """Note that autograd will call the collector at the pass's end."""
         self.end_is_scheduled = True
 
     def mark_repeated(self) -> bool:

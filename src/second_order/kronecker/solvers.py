@@ -183,7 +183,8 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
         inverse = matrix.reciprocal()
         return (inverse,), _zero_if_finite(matrix + inverse)
     factor, info = torch.linalg.cholesky_ex(matrix)
-    # A failed factor gets NaN, so that its error is NaN. Some routines raise for 0.
+    # The diagonal of a failed factor becomes NaN, so that its error is NaN. Some
+    # routines would raise for a 0 there.
     failed = info != 0
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_(failed.unsqueeze(1), torch.nan)
     if factor.is_cpu:

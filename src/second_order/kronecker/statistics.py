@@ -578,7 +578,7 @@ class StatisticsCollector:
         records: Tensor,
         scale: Tensor | float,
     ) -> dict[str, Tensor]:
-        """Compute the sums of pairs with one key, whose gradients have a scale.
+        """Compute the sums of pairs with one key. ``scale`` multiplies their gradients.
 
         Returns the stacked sums by factor, as they are stored, and fills in
         ``records``.
@@ -686,7 +686,7 @@ class StatisticsCollector:
 
 
 class _BatchKey(NamedTuple):
-    """Equal for pairs whose sums are computed together."""
+    """A key that is equal for pairs whose sums are computed together."""
 
     shape: FactorShape
     mask_id: int  # of the mask of the rows that take part
@@ -697,7 +697,7 @@ def _batch_key(ready: ReadyPair, is_small: bool) -> _BatchKey:
     """Return the key of a pair.
 
     Equal pairs of Linears are multiplied in one batch if they are small. A CPU
-    multiplies large ones faster in strips of a triangle.
+    multiplies large ones faster in strips of a triangle. On a GPU, all count as small.
     """
     pair = ready.pair
     linears: Hashable = None

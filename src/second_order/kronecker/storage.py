@@ -199,7 +199,8 @@ def join_groups(parts: Sequence[Tensor]) -> Tensor:
 def stack_in_place(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
     """Stack the owners' tensors of a name, and give each owner its slice of the stack.
 
-    If the tensors are slices of one stack already, nothing is copied or replaced.
+    If the tensors are slices of one stack already, or if there is only one tensor,
+    nothing is copied or replaced.
     """
     if len(owners) == 1:
         return owners[0][name].unsqueeze(0)
