@@ -383,7 +383,7 @@ each rank's own cosines  <-  drift::cosines_equal_those_of_dense_preconditioning
 == kfac/step_scale.py
 steps that maximize judged as those that minimize
   <-  step_scale::maximizing_the_negative_loss_equals_minimizing_the_loss
-    last_steps[p] = -last_steps[p]  =>  pass
+    negative_step[p] = -negative_step[p]  =>  pass
 steps over adaptive bases that are earned under a schedule
   <-  step_scale::over_adaptive_bases_the_scale_is_two_while_the_rate_changes
     low = bounds.low_scheduled  =>  low = bounds.low

@@ -121,8 +121,6 @@ FULL_PRECISION_STEPS = 20
 # The refresh interval that the cost model assumes if drift sets the intervals.
 ASSUMED_INTERVAL = 10
 
-NO_REFRESH = Refresh()
-
 
 class StatsWorkersInterface(Protocol):
     """The stats workers, as a gradient worker sees them.
@@ -439,7 +437,7 @@ class KFAC(LayeredCurvature):
                 self._update_factors(statistics_due, pending)
 
         # Recompute the inverses that are due, each on its inverse rank.
-        refresh = NO_REFRESH
+        refresh = Refresh()
         report: Report | None = None
         if due or inverses.requested or inverses.pending:
             with stage("solve"):

@@ -148,21 +148,20 @@ class ScaleState(NamedTuple):
         if has_last_rate and rate != self.rate:
             rate_changed_at = now
         is_scheduled = rate_changed_at > 0 and now - rate_changed_at <= RECENT * step
+        state = self._replace(rate=rate, rate_changed_at=rate_changed_at)
 
         # Add s to the running averages S and Z.
-        averages: dict[str, float] = {}
         log_change = 0.0
         if math.isfinite(slope):
             weight = DECAY * self.weight + 1
             sign = (slope > 0) - (slope < 0)
-            mean_sign = self.mean_sign + (sign - self.mean_sign) / weight
-            averages = {
-                "mean_sign": mean_sign,
-                "mean_size": self.mean_size + (abs(slope) - self.mean_size) / weight,
-                "weight": weight,
-                "measured_at": now,
-            }
-            log_change = self._log_change(slope, mean_sign, now, is_scheduled)
+            state = state._replace(
+                mean_sign=self.mean_sign + (sign - self.mean_sign) / weight,
+                mean_size=self.mean_size + (abs(slope) - self.mean_size) / weight,
+                weight=weight,
+                measured_at=now,
+            )
+            log_change = self._log_change(slope, state.mean_sign, now, is_scheduled)
 
         # Change τ within its bounds.
         low = bounds.low
@@ -171,9 +170,7 @@ class ScaleState(NamedTuple):
             low = bounds.low_scheduled
             high = MAX_SCHEDULED_SCALE
         scale = min(max(self.scale * math.exp(log_change), low), high)
-        return self._replace(
-            scale=scale, rate=rate, rate_changed_at=rate_changed_at, **averages
-        )
+        return state._replace(scale=scale)
 
     def _log_change(
         self, slope: float, new_mean_sign: float, now: float, is_scheduled: bool
@@ -239,17 +236,17 @@ class StepScale:
         Returns:
             s, a scalar in a list; an empty list if the last step was not kept.
         """
-        last_steps = self._negative_step
+        negative_step = self._negative_step
         self._negative_step = {}
-        if not last_steps:
+        if not negative_step:
             return []
 
         # With maximize=True, the direction of descent has the other sign.
         for group in groups:
             if group.get("maximize"):
-                for p in last_steps.keys() & group["params"]:
+                for p in negative_step.keys() & group["params"]:
                     # Not in place, because a state_dict() may share the kept tensor.
-                    last_steps[p] = -last_steps[p]
+                    negative_step[p] = -negative_step[p]
 
         reporting = set(step_plan.reporting)
         gradients: list[Tensor] = []
@@ -261,7 +258,7 @@ class StepScale:
             if not is_reported or block.has_lost_factor or block.unverified:
                 continue
             for p in block.params:
-                step = last_steps.get(p)
+                step = negative_step.get(p)
                 if p.grad is None or step is None:
                     continue
                 gradients.append(local_tensor(p.grad))

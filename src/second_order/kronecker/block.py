@@ -194,7 +194,7 @@ class KroneckerBlock:
     @property
     def trainable(self) -> bool:
         """Whether the weight is trainable now."""
-        return self.all_params[0].requires_grad
+        return self.weight.requires_grad
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -233,8 +233,7 @@ class KroneckerBlock:
             self._reset(self.staged.dropped.to(device))
 
     def _bias_is_trainable(self) -> bool:
-        bias = self.bias
-        return bias is not None and bias.requires_grad
+        return self.bias is not None and self.bias.requires_grad
 
     def _shape_if(self, training: Sequence[bool]) -> FactorShape:
         """The sizes of the factors if these of the parameters are trainable."""
@@ -265,7 +264,7 @@ class KroneckerBlock:
         if same_pass or self.staged.has_pass(pass_id):
             return False
         self.reset_if_changed()
-        return self.staged.pairs > 0 and not self.has_gradient
+        return not self.staged.empty and not self.has_gradient
 
     def statistics(
         self, module: nn.Module, x: Tensor, d: Tensor, options: PairOptions
@@ -648,7 +647,6 @@ class LayerBatch:
         """Split results by the entries of :attr:`params`.
 
         A part may have another shape than its parameter.
-
         On a GPU the parts are contiguous, as most gradients are: a foreach kernel
         copies all tensors only if source and target have equal strides.
         """

@@ -25,7 +25,6 @@ RANGES = "second_order."
 Recorder: TypeAlias = Callable[[str], AbstractContextManager[Any]]
 
 _recorders: list[Recorder] = []
-_not_recorded = nullcontext()
 
 
 def stage(name: str) -> AbstractContextManager[Any]:
@@ -36,7 +35,7 @@ def stage(name: str) -> AbstractContextManager[Any]:
     # inherit its state; the second is true in all threads.
     if torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled:
         return profiler.record_function(RANGES + name)
-    return _not_recorded
+    return nullcontext()
 
 
 @contextmanager
