@@ -235,7 +235,10 @@ def figure(results: list[list[Run]]) -> Figure:
             draw(right, runs, "seconds")
             left.set_title(task.name, loc="left", fontsize=font_size + 1)
             left.set_ylabel(task.judged_by)
-            left.set_ylim(top=1.02 * max(run.losses[1] for run in runs))
+            # Leave room for the legend above the curves.
+            highest = max(run.losses[1] for run in runs)
+            lowest = min(run.losses[-1] for run in runs)
+            left.set_ylim(top=highest + 0.3 * (highest - lowest))
             left.set_xlabel("training step")
             right.set_xlabel("wall-clock time (s)")
     return drawing
