@@ -759,7 +759,7 @@ padded rows in A  <-  example_counts::rows_without_a_gradient_are_not_examples
 == kronecker/factors.py
 A of experts without any G so far
   <-  experts::experts_whose_output_weight_starts_at_zero_have_finite_factors
-    (new_shares > 0) & (after > 0)  =>  new_shares > 0
+    (new_shares > 0) & (shares_after > 0)  =>  new_shares > 0
 statistics that overflow later
   <-  failures::running_averages_stay_finite_whatever_the_size_of_gradients
     numbers < torch.finfo(numbers.dtype).max / MAX_GROWTH  =>  numbers.isfinite()
@@ -784,11 +784,11 @@ both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
     if shape.gradient_factored:  =>  if False:
 a short batch counts alone  <-  defaults::a_short_last_batch_is_weighted_by_its_examples
-  - stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
-  + stack_in_place(entries, "examples").copy_(examples)
+  - stack_in_place(entries, "examples").lerp_(num_rows.to(weight.dtype), step)
+  + stack_in_place(entries, "examples").copy_(num_rows)
 an expert's A moves as if it had tokens in all steps
   <-  experts::a_is_the_mean_over_an_experts_own_tokens
-    step * new_shares / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
+    step * new_shares / safe_shares_after, 0.0)  =>  step, 0.0)
 
 == kronecker/fisher.py
 micro-batches draw the same noise
@@ -868,7 +868,7 @@ rows without an example in the A of equal Linears
     x = x * row_mask.mask.to(x.device).unsqueeze(-1)  =>  pass
 statistics that are not finite are not counted as dropped
   <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
-    count_dropped([each.pair.staged for each in in_order], bad)  =>  pass
+    count_dropped([member.pair.staged for member in in_order], dropped)  =>  pass
 a gradient's scale once instead of squared
   <-  queued_statistics::queued_pairs_give_the_sums_of_single_pairs
     factors["G"].mul_(scale**2)  =>  factors["G"].mul_(scale)

@@ -89,10 +89,10 @@ def keep(
         d=d,
         backward_pass=rows,
         group=group,
-        gradient=seen.gradient,
+        unrecorded_gradient=seen.gradient,
     )
     block.staged.record_pair(rows.number)
-    made._pairs.append(pair)
+    made._queued_pairs.append(pair)
     return pair
 
 
@@ -176,7 +176,7 @@ def test_pairs_are_queued_until_the_pass_ends_or_a_size_is_reached() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(autograd, "call_after_pass", lambda work: None)
             made.consume(block.modules[0], x, torch.ones(1, 2, dtype=F64), 0)
-        return len(made._pairs)
+        return len(made._queued_pairs)
 
     ones = torch.ones(1, 3, dtype=F64)
     assert [add(ones) for _ in range(2)] == [1, 2]

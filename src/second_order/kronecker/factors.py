@@ -1,7 +1,7 @@
 """Sum a layer's statistics over one step, and average them over the steps.
 
-    pair    ``add_pairs`` adds the sums of each captured pair, an input and an output
-            gradient of a layer, to those of its pass.
+    pair    A pair is a layer's input and output gradient. ``add_pairs`` adds the sums of
+            each captured pair to those of its pass.
     pass    ``close_pass`` adds the sums of a pass to those of the step, when the pass
             is over and the number of its loss terms is known.
     step    ``collect_sums`` returns the sums of the step, which the ranks all-reduce.
@@ -12,7 +12,8 @@ W starts at 0. A statistic x updates its average X by ``W <- β W + 1`` and then
 Adam. All conditions are tensor operations, so that the host does not synchronize with
 the device.
 
-A sums over data rows, for example one per position of a sequence. N counts loss terms.
+A sums over data rows, for example one per position of a sequence. The entry
+``examples`` of a checkpoint counts them. N counts loss terms.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ __all__ = [
 MAX_GROWTH = 2.0**64
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
-"""How a loss is reduced: mean or sum over its pass's terms, or divided by the terms of
-the step."""
+"""How a loss is reduced: mean or sum over the terms of its pass. "step_mean": the sum,
+divided by the number of terms of the whole step."""
 
 
 @dataclass
@@ -73,7 +74,8 @@ class StatisticsSums:
         [N | data rows | A: group 0, group 1 | G: group 0, group 1]
 
     Attributes:
-        factors: By factor name, the sum over examples, stored as the average is.
+        factors: By factor name, the sum over examples, as a packed triangle or a
+            diagonal.
         head: N, the number of loss terms. Then the number of data rows that A sums
             over. Then, for each group of A, of G and of L, the mean eigenvalue of the
             sum. Then, if the groups have examples of their own, the number of data
@@ -89,7 +91,7 @@ class PassSums:
     """A layer's sums over a pair, over a pass, or over the passes of a step.
 
     Attributes:
-        factors: By factor name, the sum over examples, stored as the average is.
+        factors: As in :class:`StatisticsSums`.
         record: The head of :class:`StatisticsSums` without N, which is known later.
     """
 
@@ -109,7 +111,7 @@ class StagedStatistics:
     """A layer's sums over the pairs of a step, until the next step averages them.
 
     The sums of a pass stay separate until it is over, when the number of its loss terms
-    is known. They are packed, as the running averages are. Full matrices exist only
+    is known. All sums are packed, as the running averages are. Full matrices exist only
     while they are computed.
 
     Attributes:
@@ -120,7 +122,7 @@ class StagedStatistics:
         dropped: Number of pairs dropped so far, because a statistic was non-finite or
             close to overflow.
         pairs: Number of pairs since the last :meth:`clear`.
-        work: Number of operations of the layer in their passes.
+        work: Number of operations of the layer in the passes of these pairs.
         verification: The comparison of the pairs with the weight's gradient, if any.
         cleared_at: The serial number of the last :meth:`clear`. Later passes have
             larger ones.
@@ -144,7 +146,8 @@ class StagedStatistics:
         self.cleared_at = next(serials)
         self._total: PassSums | None = None  # of the passes that are over
         self._open: dict[int, PassSums] = {}  # of the running passes, by number
-        self._is_first: dict[int, bool] = {}  # by pass: first of its forward?
+        # By pass number: whether the pass was the first through some forward.
+        self._is_first: dict[int, bool] = {}
 
     def ensure_verification(self) -> Verification:
         """Return :attr:`verification`, and create it on first use."""
@@ -187,16 +190,17 @@ class StagedStatistics:
         self.work += work
         self.pairs += 1
 
-    def open_sums(self, pass_id: int, first: PassSums) -> PassSums:
-        """Return the sums of a running pass. If it has none yet, they are ``first``."""
-        return self._open.setdefault(pass_id, first)
+    def open_sums(self, pass_id: int, new: PassSums) -> PassSums:
+        """Return the sums of a running pass. If it has none yet, ``new`` become them."""
+        return self._open.setdefault(pass_id, new)
 
     def end_sums(self, pass_id: int) -> tuple[PassSums | None, PassSums | None]:
         """End a pass. The caller then adds its sums to those of the step.
 
         Returns:
-            The sums of the pass; None if it has none. Then the sums of the step. They
-            are None at the first pass, because its sums become those of the step.
+            The sums of the pass, and the sums of the step to add them to. The former
+            are None if the pass has none. The latter are None at the first pass,
+            because its sums have then become those of the step.
         """
         sums = self._open.pop(pass_id, None)
         if self._total is None:
@@ -250,7 +254,7 @@ def add_pairs(pairs: Iterable[PairSums]) -> None:
     added: list[Tensor] = []
     for staged, pass_id, sums in pairs:
         total = staged.open_sums(pass_id, sums)
-        if total is not sums:
+        if total is not sums:  # otherwise, `sums` became the total
             totals += total.tensors
             added += sums.tensors
     if totals:
@@ -275,7 +279,7 @@ def close_pass(
         by_device.setdefault(staged.device, []).append(staged)
 
     for device, device_layers in by_device.items():
-        # List the sums of gradients, which are scaled, and the totals that grow.
+        # List the sums to scale, which are computed from gradients, and the totals.
         gradient_sums: list[Tensor] = []
         totals: list[Tensor] = []
         added: list[Tensor] = []
@@ -291,8 +295,8 @@ def close_pass(
                 totals += total.tensors
                 added += sums.tensors
 
-        # Scale G and its mean eigenvalues by N², and add. The sums of the first pass,
-        # scaled in place, become the total.
+        # Scale G and its mean eigenvalues by N², and add. The sums of the first pass are
+        # the total already, so they are scaled in place.
         if gradient_sums and terms is not None:
             square: Tensor | float
             like = gradient_sums[0]
@@ -332,7 +336,8 @@ def collect_sums(
     for staged in layers:
         totals.append(staged.total())
         keys.append((staged.device, staged.shape.groups, staged.shape.record_size))
-    heads: dict[int, Tensor] = {}  # by the index of a layer
+    # By the index of a layer.
+    heads: dict[int, Tensor] = {}
     scaled_g: dict[int, Tensor] = {}
 
     # Layers with records of one length share a stack of heads.
@@ -384,8 +389,8 @@ def scale_to_one_term(
         shapes: The layers' factor shapes.
         share: N / (P n). N is the number of terms of the step, P the number of ranks
             over which gradients are averaged, and n the number of terms in the sums
-            (``head[0]``). Captured gradients are P / N of one term's gradients, so G is
-            multiplied by (N / P)².
+            (``head[0]``). Captured gradients are P / N times one term's gradients, so G
+            is multiplied by (N / P)², which is (n ``share``)².
     """
     scaled: list[StatisticsSums] = []
     for layer_sums, shape in zip(sums, shapes, strict=True):
@@ -413,8 +418,8 @@ class KroneckerFactors:
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: The dtype in which the factors are stored.
-        kind: Equal for layers whose averages can be updated together, if they have
-            entries of equal names.
+        kind: A key. The averages of layers with equal keys are updated together if
+            their entries also have equal names.
         entries: By their names in a checkpoint: the factors that this rank owns, and
             :attr:`weight`, :attr:`means` and :attr:`examples`. If a checkpoint lacked a
             factor that this rank owns, the factor is lost and its entry is missing.
@@ -430,6 +435,8 @@ class KroneckerFactors:
         self.shape = shape
         self.dtype = dtype
         sizes = (shape.groups, shape.record_size, shape.factor_names)
+        # Gradient-factored layers are updated together only if their A has one size,
+        # because the update computes the trace of A from its mean eigenvalue.
         columns = shape.in_dim if shape.gradient_factored else 0
         self.kind = (device, dtype, columns, sizes)
         small_dtype = torch.promote_types(dtype, torch.float32)
@@ -504,11 +511,12 @@ def update_running_averages(
     keys = [(layer.kind, frozenset(layer.entries)) for layer in averages]
     has_new_stack = False
     for group in group_equal(keys):
-        # Among these, the factors of layers of equal shape are updated as one stack.
+        # Among these, the factors of layers of equal shape are updated as one stack. A
+        # run lists positions in `group`.
         shapes = [averages[i].shape for i in group]
         max_size = max_stacked_elements(sums[group[0]].head.device)
         runs = group_equal(shapes, [shape.elements for shape in shapes], max_size)
-        order = [group[i] for run in runs for i in run]
+        order = [group[position] for run in runs for position in run]
         has_new_stack |= _update_group(
             [averages[i] for i in order],
             [sums[i] for i in order],
@@ -532,35 +540,39 @@ def _update_group(
     shape = averages[0].shape
     entries = [layer.entries for layer in averages]
     heads = as_stack([layer_sums.head for layer_sums in sums])
-    terms = heads[:, 0]
-    examples = heads[:, 1]
+    num_terms = heads[:, 0]
+    num_rows = heads[:, 1]
     summed_means = heads[:, 2:].unflatten(1, (shape.record_size, -1))
 
     # If a layer is gradient-factored, A and G both have the trace of the curvature, but
-    # A ⊗ G must have it only once. So A's sum is scaled to the trace `examples`, and
+    # A ⊗ G must have it only once. So A's sum is scaled to the trace `num_rows`, and
     # its mean to the trace 1.
     unit_trace: Tensor | None = None
     if shape.gradient_factored:
         trace = summed_means[:, 0, 0] * shape.dims["A"]
-        unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
+        is_positive = trace > 0
+        safe_trace = trace.where(is_positive, 1.0)
+        unit_trace = torch.where(is_positive, num_rows / safe_trace, 0.0)
         summed_means[:, 0, 0] *= unit_trace
 
-    # Update W, unless the step has no examples or every G so far is zero.
+    # Update W, unless the step has no data rows or every G so far is zero. If W is not
+    # 0, an earlier G was not zero.
     weight = stack_in_place(entries, "average_weight")
-    has_curvature = torch.logical_or(summed_means[:, 1].any(1), weight)
-    is_updated = has_curvature.logical_and_(examples)
+    has_new_g = summed_means[:, 1].any(1)
+    is_updated = torch.logical_or(has_new_g, weight).logical_and_(num_rows)
     torch.where(is_updated, weight * decay + 1.0, weight, out=weight)
 
-    # X <- X + step (x - X), with the step size 1 / W. If it is 0, X does not change in
-    # any bit.
+    # X <- X + step (x - X), with the step size 1 / W, or 0 without an update. If it is
+    # 0, X does not change in any bit.
     step = is_updated / weight.clamp_min(1.0)
-    stack_in_place(entries, "examples").lerp_(examples.to(weight.dtype), step)
+    stack_in_place(entries, "examples").lerp_(num_rows.to(weight.dtype), step)
 
-    # The mean eigenvalues. A and L are means over data rows, G is a mean over terms.
+    # The mean eigenvalues. A and L are means over data rows, G is a mean over terms. If
+    # a layer is routed, a group's number of data rows becomes its share of them.
     names = shape.factor_names
-    counts = torch.stack([terms if name == "G" else examples for name in names], 1)
+    counts = torch.stack([num_terms if name == "G" else num_rows for name in names], 1)
     if shape.routed:
-        counts = torch.cat([counts, examples.unsqueeze(1)], 1)
+        counts = torch.cat([counts, num_rows.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
     means = stack_in_place(entries, "mean_eigenvalues")
     new_means = (summed_means / counts.unsqueeze(-1)).to(means.dtype)
@@ -569,6 +581,7 @@ def _update_group(
     if shape.routed:
         routed = _average_routed(means[:, -1], new_means[:, -1], step.unsqueeze(1))
         new_means[:, 0].mul_(routed.scale)
+        # Each expert's A has its own step size.
         steps_of_means = steps_of_means.repeat(1, *new_means.shape[1:])
         steps_of_means[:, 0] = routed.step
     means.lerp_(new_means, steps_of_means)
@@ -593,7 +606,7 @@ def _update_group(
             average = stack_in_place(entries[run], name)
             has_new_stack |= average._base is None  # a view has a base, a copy has none
             total = as_stack([layer_sums.factors[name] for layer_sums in sums[run]])
-            # Compute the mean in a wide dtype, and round it once, at the end.
+            # Compute the mean in a wide dtype, and round it once, in `lerp_` below.
             mean = total.to(counts.dtype)
             if unit_trace is not None and name == "A":
                 mean.mul_(unit_trace[run].view(-1, 1, 1))
@@ -624,10 +637,11 @@ def _average_routed(shares: Tensor, new_shares: Tensor, step: Tensor) -> _Routed
         new_shares: Its share of this step's examples.
         step: The step of the average of shares, ``(layers, 1)``.
     """
-    # If every G so far is zero, the step is 0. `after` can then be 0 even if the expert
-    # has new examples.
-    after = torch.lerp(shares, new_shares, step)
-    seen = (new_shares > 0) & (after > 0)
-    scale = torch.where(seen, 1.0 / new_shares.where(seen, 1.0), 0.0)
-    step_of_a = torch.where(seen, step * new_shares / after.where(seen, 1.0), 0.0)
+    # If every G so far is zero, the step is 0. `shares_after` can then be 0 even if the
+    # expert has new examples.
+    shares_after = torch.lerp(shares, new_shares, step)
+    is_updated = (new_shares > 0) & (shares_after > 0)
+    scale = torch.where(is_updated, 1.0 / new_shares.where(is_updated, 1.0), 0.0)
+    safe_shares_after = shares_after.where(is_updated, 1.0)
+    step_of_a = torch.where(is_updated, step * new_shares / safe_shares_after, 0.0)
     return _Routed(scale, step_of_a)

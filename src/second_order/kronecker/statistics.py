@@ -6,17 +6,19 @@ pair of a backward pass, ``StatisticsCollector.consume``:
 1. drops the layer's statistics if the user has dropped the gradients that belong to
    them;
 2. adds the pair to the comparison with the weight's gradient, if that is due;
-3. records the pair's rows among those of the whole pass, and keeps the pair.
+3. records the pair's rows among those of the whole pass, and queues the pair.
 
-At the end of the pass, or when the kept pairs exceed a number of bytes,
+At the end of the pass, or when the queued pairs exceed a number of bytes,
 ``StatisticsCollector.sum_pairs``:
 
-4. decides which rows take part, that is, count in A. Padding tokens must not. They are
-   recognized by gradients of zero at every layer (:mod:`second_order.kronecker.rows`).
-   While the pass is running, a row without a gradient may still get one at another
-   layer. Such rows are kept until the pass ends;
-5. computes the sums of the pairs. A GPU spends more time on kernel launches than on a
-   small layer's products, so the pairs of equal Linears are multiplied in one batch;
+4. decides which rows take part, that is, count in A. Padding tokens do not count. They
+   are recognized by gradients of zero at every layer
+   (:mod:`second_order.kronecker.rows`). While the pass is running, a row without a
+   gradient may still get one at another layer. Such rows stay queued until the pass
+   ends;
+5. sums the outer products of the pairs' rows. A GPU spends more time on kernel launches
+   than on a small layer's products, so the pairs of equal Linears are multiplied in one
+   batch;
 6. adds the sums to the staged statistics of all layers with one call.
 """
 
@@ -84,7 +86,7 @@ CHANGED_IN_PLACE = (
 
 
 def max_queued_bytes(device: torch.device) -> int:
-    """Bytes of pairs to keep before they are summed: enough to keep a device busy."""
+    """Bytes of pairs to queue before they are summed: enough to keep a device busy."""
     return 2**22 if device.type == "cpu" else 2**26
 
 
@@ -104,12 +106,12 @@ class GradientScale:
         return 1.0 / scale
 
 
-# --------------------------------------------------------------------------- kept pairs
+# ------------------------------------------------------------------------- queued pairs
 
 
 @dataclass(eq=False)
 class Pair:
-    """A captured pair of a layer, kept until it is summed.
+    """A captured pair of a layer, queued until it is summed.
 
     Attributes:
         block: The layer.
@@ -118,14 +120,14 @@ class Pair:
         d: The gradient of the call's output.
         backward_pass: The pass that delivered the pair.
         group: The group of the pair's rows in that pass.
-        gradient: ``(rows, out)``, nonzero in the rows with a gradient. None once these
-            rows are recorded in the group.
+        unrecorded_gradient: ``d`` as a matrix, ``(rows, out)``. None once the group has
+            recorded which of its rows are nonzero.
         index: Indices of the group's rows that the pair has. None for all.
         staged: The statistics that the pair belongs to.
         tensors: The pair's tensors.
         size: Number of elements of the pair and of its sums.
-        nbytes: Bytes that the pair keeps, but at least 4 per element in ``size``. A
-            slice keeps the memory of its whole tensor.
+        nbytes: Bytes that the pair holds in memory, but at least 4 per element in
+            ``size``. A slice holds the memory of its whole tensor.
         cleared_at: ``staged.cleared_at`` when this object was made. ``replace`` reads
             it again.
         version: Sum of the version counters of ``tensors`` when this object was made.
@@ -138,7 +140,7 @@ class Pair:
     d: Tensor
     backward_pass: BackwardPass
     group: RowGroup
-    gradient: Tensor | None
+    unrecorded_gradient: Tensor | None
     index: Tensor | None = None
     staged: StagedStatistics = field(init=False)
     tensors: tuple[Tensor, ...] = field(init=False)
@@ -177,7 +179,7 @@ class Pair:
 
 
 class ReadyPair(NamedTuple):
-    """A pair, and the mask of its rows that take part."""
+    """A pair that can be summed, and the mask of its rows that take part."""
 
     pair: Pair
     row_mask: RowMask
@@ -194,8 +196,8 @@ class StatisticsCollector:
         approximation: "expand" or "reduce", for dimensions that share a weight.
         reduction: Returns how the loss of a pass is reduced.
         gradient_scale: Returns a factor for captured gradients.
-        comparisons_due: Returns how many comparisons of its pairs with the gradient a
-            layer should have had by the current step.
+        comparisons_due: Returns how many times each layer should have been compared
+            with its weight's gradient by the current step.
         conv_approximation: Replaces ``approximation`` for convolutions, if not None.
         fsdp: The parameters of a model that FSDP2 shards.
         on_new_statistics: Called when statistics of layers have grown. If it is set,
@@ -222,9 +224,9 @@ class StatisticsCollector:
     _positions: dict[KroneckerBlock, int] = field(default_factory=dict)
     _rows_only: KroneckerBlock | None = None
 
-    # The kept pairs. Autograd has a thread for each device, hence the lock.
-    _pairs: list[Pair] = field(default_factory=list)
-    _bytes: int = 0
+    # The queued pairs. Autograd has a thread for each device, hence the lock.
+    _queued_pairs: list[Pair] = field(default_factory=list)
+    _queued_bytes: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _warned_of_losses: bool = False
 
@@ -281,7 +283,7 @@ class StatisticsCollector:
         pass_id: int,
         again: bool = False,
     ) -> None:
-        """Keep one pair for the statistics of its module's blocks.
+        """Queue one pair for the statistics of its module's blocks.
 
         Args:
             module: The module that was called.
@@ -292,7 +294,7 @@ class StatisticsCollector:
                 backward pass may go through several calls.
             again: Whether an earlier backward pass went through this call.
         """
-        blocks = self._check_blocks(module, x, d, pass_id)
+        blocks = self._select_blocks(module, x, d, pass_id)
         if not blocks:
             return
         backward_pass = self._find_pass(pass_id)
@@ -310,7 +312,7 @@ class StatisticsCollector:
             read_gradient=read_gradient,
         )
 
-        # Keep the pair for each block.
+        # Queue the pair for each block.
         for block in blocks:
             if block.unverified:  # its last comparison failed
                 continue
@@ -321,18 +323,18 @@ class StatisticsCollector:
                 d=d,
                 backward_pass=backward_pass,
                 group=group,
-                gradient=None if read_gradient else rows.gradient,
+                unrecorded_gradient=None if read_gradient else rows.gradient,
             )
-            self._keep(pair, again)
+            self._queue(pair, again)
 
         # Sum experts now: this needs the weights, which FSDP2 will shard again.
-        if self._bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
+        if self._queued_bytes > max_queued_bytes(d.device) or isinstance(x, Routed):
             self.sum_pairs(pass_is_over=False)
         if self.on_new_statistics is not None and backward_pass.all_take_part:
             self.on_new_statistics()
 
-    def _keep(self, pair: Pair, again: bool) -> None:
-        """Count a pair in its layer's statistics, and keep it until it is summed."""
+    def _queue(self, pair: Pair, again: bool) -> None:
+        """Count a pair in its layer's statistics, and queue it to be summed."""
         block = pair.block
         pair.backward_pass.layers[id(block.staged)] = block.staged
         inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
@@ -341,18 +343,19 @@ class StatisticsCollector:
         block.staged.record_pair(pair.backward_pass.number, again=again, work=work)
         if block is self._rows_only:
             return
-        block.record_capture(block.staged.work)  # that of all pairs since the last step
+        # `staged.work` is the work of all pairs since the last step.
+        block.record_capture(block.staged.work)
         with self._lock:
-            self._pairs.append(pair)
-            self._bytes += pair.nbytes
+            self._queued_pairs.append(pair)
+            self._queued_bytes += pair.nbytes
 
-    def _check_blocks(
+    def _select_blocks(
         self, module: nn.Module, x: Any, d: Tensor, pass_id: int
     ) -> list[KroneckerBlock]:
-        """Return a module's trainable blocks whose sizes a pair fits.
+        """Select a module's trainable blocks whose sizes a pair fits.
 
-        This clears outdated statistics, and compares the pair with the gradient, if
-        that is due. Blocks that the pair does not fit fail the comparison.
+        This also clears outdated statistics, and compares the pair with the gradient,
+        if that is due. A block whose sizes the pair does not fit fails the comparison.
         """
         # With sampled labels, one backward pass delivers the pairs of several calls.
         running_pass = autograd.current_pass() if self.sampled else pass_id
@@ -381,8 +384,9 @@ class StatisticsCollector:
     ) -> None:
         """Mark a pass through the same forward as an earlier pass, and warn once."""
         number = backward_pass.number
-        is_other_loss = any(block.staged.has_other_pass(number) for block in blocks)
-        is_new = is_other_loss and backward_pass.mark_repeated()
+        if not any(block.staged.has_other_pass(number) for block in blocks):
+            return
+        is_new = backward_pass.mark_repeated()
         if is_new and not self._warned_of_losses:
             self._warned_of_losses = True
             warn(SEVERAL_LOSSES)
@@ -411,13 +415,14 @@ class StatisticsCollector:
             self.on_new_statistics()
 
     def _finish_pass(self, backward_pass: BackwardPass) -> None:
-        """Sum the kept pairs, and add the sums of a pass to those of the step."""
+        """Sum the queued pairs, and add the sums of a pass to those of the step."""
         with torch.no_grad(), stage("statistics"):
             self.sum_pairs()
-            terms = backward_pass.count_terms()
-            is_mean = self.reduction() == "mean"
+            terms: Tensor | float | None = backward_pass.count_terms()
+            if self.reduction() != "mean":
+                terms = None  # only a mean over the pass's terms divides the gradients
             layers = backward_pass.layers.values()
-            close_pass(layers, backward_pass.number, terms if is_mean else None)
+            close_pass(layers, backward_pass.number, terms)
         backward_pass.close()
 
     def count_terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
@@ -433,12 +438,12 @@ class StatisticsCollector:
     # -------------------------------------------------------------- rows that take part
 
     def sum_pairs(self, pass_is_over: bool = True) -> None:
-        """Add the kept pairs to the statistics of their layers.
+        """Add the queued pairs to the statistics of their layers.
 
         Args:
             pass_is_over: Whether the backward passes of the pairs are over. If not,
-                rows without a gradient may still get one at another layer, and are
-                kept.
+                rows without a gradient may still get one at another layer, and stay
+                queued.
         """
         with self._lock:
             pairs = self._take_pairs()
@@ -457,19 +462,18 @@ class StatisticsCollector:
                 elif self._can_split(pair):
                     first, rest = split_pair(pair)
                     ready.append(first)
-                    self._pairs += rest
+                    self._queued_pairs += rest
                 else:
-                    # `_bytes` does not count it, or each new pair would try to sum it
-                    # again.
-                    self._pairs.append(replace(pair, gradient=None))
-            self._add(ready)
+                    # Do not count its bytes. Otherwise, the queue would stay full, and
+                    # each new pair would try to sum this one again.
+                    self._queued_pairs.append(replace(pair, unrecorded_gradient=None))
+            self._add_sums(ready)
 
     def _take_pairs(self) -> list[Pair]:
-        """Take the kept pairs that are still valid, and drop the others."""
-        pairs = self._pairs
-        self._pairs = []
-        self._bytes = 0
-        pairs = [pair for pair in pairs if pair.is_valid]
+        """Take the queued pairs that are still valid, and drop the others."""
+        pairs = [pair for pair in self._queued_pairs if pair.is_valid]
+        self._queued_pairs = []
+        self._queued_bytes = 0
         unchanged: list[Pair] = []
         for pair in pairs:
             if pair.is_unchanged:
@@ -481,7 +485,7 @@ class StatisticsCollector:
     def _can_split(self, pair: Pair) -> bool:
         """Whether the layer can sum some rows of a pair now and the others later."""
         # Selected rows take part if they have a gradient at this layer. No other call
-        # has these rows, so those without a gradient need not be kept.
+        # has these rows, so those without a gradient need not stay queued.
         if pair.group.are_selected:
             return True
         kind = pair.block.kinds.get(pair.module)
@@ -494,81 +498,84 @@ class StatisticsCollector:
 
     # -------------------------------------------------------------------- sums of pairs
 
-    def _add(self, ready: Sequence[ReadyPair]) -> None:
+    def _add_sums(self, ready: Sequence[ReadyPair]) -> None:
         """Add pairs to the statistics of their layers, in the order of the model."""
         # Pairs of one layer are added one after the other: round k has the k-th pair of
         # each layer.
         rounds: list[list[ReadyPair]] = []
         num_pairs: dict[int, int] = {}  # by the id of a layer's statistics
-        for each in ready:
-            layer = id(each.pair.staged)
-            index = num_pairs.get(layer, 0)
-            num_pairs[layer] = index + 1
+        for ready_pair in ready:
+            staged_id = id(ready_pair.pair.staged)
+            index = num_pairs.get(staged_id, 0)
+            num_pairs[staged_id] = index + 1
             if index == len(rounds):
                 rounds.append([])
-            rounds[index].append(each)
+            rounds[index].append(ready_pair)
 
+        # In a round, add the pairs together whose records can be stacked.
         for pairs in rounds:
-            pairs.sort(key=lambda each: self._positions.get(each.pair.block, 0))
+            pairs.sort(key=lambda ready: self._positions.get(ready.pair.block, 0))
             keys: list[tuple[torch.device, tuple[int, ...]]] = []
-            for each in pairs:
-                staged = each.pair.staged
+            for ready_pair in pairs:
+                staged = ready_pair.pair.staged
                 keys.append((staged.device, staged.shape.record_parts))
             for group in group_equal(keys):
                 device, _ = keys[group[0]]
                 with autograd.without_modes(device):
-                    self._add_together([pairs[i] for i in group])
+                    self._add_group([pairs[i] for i in group])
 
-    def _add_together(self, ready: Sequence[ReadyPair]) -> None:
+    def _add_group(self, ready: Sequence[ReadyPair]) -> None:
         """Add pairs of different layers on one device, with records of equal parts."""
         first = ready[0].pair.staged
         max_size = max_stacked_elements(first.device)
         keys: list[_BatchKey] = []
         sizes: list[int] = []
-        for each in ready:
-            is_small = each.pair.size <= max_size or first.device.type != "cpu"
-            keys.append(_batch_key(each, is_small))
-            sizes.append(each.pair.size)
-        groups = group_equal(keys, sizes, max_size)
-        lengths = [len(group) for group in groups]
+        for ready_pair in ready:
+            size = ready_pair.pair.size
+            is_small = size <= max_size or first.device.type != "cpu"
+            keys.append(_batch_key(ready_pair, is_small))
+            sizes.append(size)
+        batches = group_equal(keys, sizes, max_size)
+        lengths = [len(batch) for batch in batches]
 
-        # The sums of equal layers are computed together.
-        size = (len(ready), sum(first.shape.record_parts))
-        records = torch.empty(size, dtype=first.dtype, device=first.device)
+        # Compute the sums of equal layers together. A record has the numbers that
+        # belong to the sums of one pair: `FactorShape.record_parts` lists them.
+        records_shape = (len(ready), sum(first.shape.record_parts))
+        records = torch.empty(records_shape, dtype=first.dtype, device=first.device)
+        records_by_batch = records.split_with_sizes(lengths)
         scale = self.gradient_scale(records)
         in_order: list[ReadyPair] = []
-        sums: list[dict[str, Tensor]] = []
-        for group, part in zip(groups, records.split_with_sizes(lengths), strict=True):
-            batch = [ready[i] for i in group]
-            in_order += batch
-            sums.append(self._sum_batch(keys[group[0]], batch, part, scale))
+        sums: list[dict[str, Tensor]] = []  # by batch, stacked by factor
+        for batch, batch_records in zip(batches, records_by_batch, strict=True):
+            members = [ready[i] for i in batch]
+            in_order += members
+            sums.append(self._sum_batch(keys[batch[0]], members, batch_records, scale))
 
         # Non-finite sums and sums close to overflow are dropped: they count as zeros.
         # If a sum of outer products has a non-finite element, its mean eigenvalue is
-        # not finite either. On a CPU, reading `good` costs less than a pass over the
+        # not finite either. On a CPU, reading `is_safe` costs less than a pass over the
         # sums. Devices are not read.
-        good = is_far_from_overflow(records.sum(1))
-        if good.device.type != "cpu" or not good.all():
-            bad = ~good
-            records.masked_fill_(bad.unsqueeze(1), 0.0)
-            count_dropped([each.pair.staged for each in in_order], bad)
-            for stacks, dropped in zip(sums, bad.split(lengths), strict=True):
+        is_safe = is_far_from_overflow(records.sum(1))
+        if is_safe.device.type != "cpu" or not is_safe.all():
+            dropped = ~is_safe
+            records.masked_fill_(dropped.unsqueeze(1), 0.0)
+            count_dropped([member.pair.staged for member in in_order], dropped)
+            for stacks, mask in zip(sums, dropped.split(lengths), strict=True):
                 for stack in stacks.values():
-                    mask = dropped.view(-1, *[1] * (stack.dim() - 1))
-                    stack.masked_fill_(mask, 0.0)
+                    stack.masked_fill_(mask.view(-1, *[1] * (stack.dim() - 1)), 0.0)
 
-        # Add each layer's slices of the stacks.
+        # Add the sums of each pair, which are slices of the stacks.
         added: list[PairSums] = []
         for (pair, _), record in zip(in_order, records.unbind(), strict=True):
             sums_of_pair = PassSums({}, record)
             added.append(PairSums(pair.staged, pair.backward_pass.number, sums_of_pair))
         start = 0
         for stacks, length in zip(sums, lengths, strict=True):
-            batch_sums = added[start : start + length]
+            in_batch = added[start : start + length]
             start += length
             for name, stack in stacks.items():
-                for layer, factor in zip(batch_sums, stack.unbind(), strict=True):
-                    layer.sums.factors[name] = factor
+                for pair_sums, factor in zip(in_batch, stack.unbind(), strict=True):
+                    pair_sums.sums.factors[name] = factor
         add_pairs(added)
 
     def _sum_batch(
@@ -580,28 +587,29 @@ class StatisticsCollector:
     ) -> dict[str, Tensor]:
         """Compute the sums of pairs with one key. ``scale`` multiplies their gradients.
 
-        Returns the stacked sums by factor, as they are stored, and fills in
-        ``records``.
+        This also fills in ``records``, which has a row for each pair.
+
+        Returns the stacked sums by factor, as they are stored.
         """
         shape = key.shape
         count, *means = records.split_with_sizes(shape.record_parts, 1)
 
-        # Sums of outer products, and the number of data rows that A sums over.
-        if key.linears is not None:
+        # Sums of outer products, and the number of examples of each pair.
+        if key.linear_key is not None:
             factors, num_examples = self._multiply_linears(ready)
         else:
             with ieee_matmul(records.device):
-                formed = [
-                    self._form_statistics(each.pair, each.row_mask) for each in ready
-                ]
+                formed = [self._form_statistics(pair, mask) for pair, mask in ready]
             factors = {}
             for name in formed[0].factors:
-                factors[name] = as_stack([each.factors[name] for each in formed])
-            counts = [each.num_examples for each in formed]
+                factors[name] = as_stack([single.factors[name] for single in formed])
+            counts = [single.num_examples for single in formed]
             num_examples = merge_numbers(counts, records)
             if shape.routed:
-                by_group = [cast(Tensor, each.examples_per_group) for each in formed]
-                means[-1].copy_(torch.stack(by_group))
+                # The last part of the record has no means, but the groups' examples.
+                counts_by_group = means.pop()
+                by_pair = [cast(Tensor, single.examples_per_group) for single in formed]
+                counts_by_group.copy_(torch.stack(by_pair))
         if isinstance(num_examples, Tensor):
             count.copy_(num_examples.view(-1, 1))
         else:
@@ -614,7 +622,7 @@ class StatisticsCollector:
                 factors["A"].mul_(scale**2)
 
         # Mean eigenvalues, which are the means of the diagonals, and triangles.
-        for (name, factor), mean in zip(factors.items(), means, strict=False):
+        for (name, factor), mean in zip(factors.items(), means, strict=True):
             is_matrix = name not in shape.diagonals
             diagonal = factor.diagonal(dim1=-2, dim2=-1) if is_matrix else factor
             torch.mean(diagonal, -1, out=mean)
@@ -644,26 +652,26 @@ class StatisticsCollector:
         :class:`~second_order.kronecker.layers.Linear` for each pair.
 
         Returns:
-            A and G, ``(n, 1, size, size)`` each, and the number of examples of a pair.
+            A and G, ``(n, 1, size, size)`` each, and the number of examples of a pair,
+            which all pairs share.
         """
         first, row_mask = ready[0]
         dtype = first.staged.dtype
         is_reduced = self.approximation == "reduce" and first.x.dim() > 2
-        # With "reduce", x and d are means and sums, which 16 bits do not hold.
-        two_bytes = first.x.dtype.itemsize == first.d.dtype.itemsize == 2
-        is_narrow = two_bytes and not is_reduced
-        x = as_stack([each.pair.x for each in ready]).to(dtype)
-        d = as_stack([each.pair.d for each in ready]).to(dtype)
+        x = as_stack([pair.x for pair, _ in ready]).to(dtype)
+        d = as_stack([pair.d for pair, _ in ready]).to(dtype)
 
         # With "reduce", a row is an example's mean input and the sum of its gradients.
         if is_reduced:
             num_examples = len(first.d)
-            sizes = (len(ready) * num_examples, first.d.shape[1:-1].numel())
+            num_positions = first.d.shape[1:-1].numel()
+            leading = (len(ready) * num_examples, num_positions)
             repeated_mask = row_mask
             if row_mask.mask is not None:
-                repeated_mask = RowMask(row_mask.mask.repeat(len(ready)), 0)
-            x = x.reshape(*sizes, x.shape[-1])
-            d = d.reshape(*sizes, d.shape[-1])
+                mask = row_mask.mask.repeat(len(ready))
+                repeated_mask = RowMask(mask, count=0)  # the count is not read
+            x = x.reshape(*leading, x.shape[-1])
+            d = d.reshape(*leading, d.shape[-1])
             x, d = reduce_positions(x, d, repeated_mask)
             row_mask = row_mask.to_examples(num_examples)
             num_rows = num_examples
@@ -679,6 +687,11 @@ class StatisticsCollector:
             x = torch.constant_pad_nd(x, (0, 1), 1.0)
         if row_mask.mask is not None:
             x = x * row_mask.mask.to(x.device).unsqueeze(-1)
+
+        # TF32 is exact for captured 16-bit numbers, but not for the means and sums of
+        # "reduce".
+        has_16_bits = first.x.dtype.itemsize == first.d.dtype.itemsize == 2
+        is_narrow = has_16_bits and not is_reduced
         with ieee_matmul(x.device, dtype, narrow=is_narrow):
             a = torch.bmm(x.mT, x)  # `@` would add views
             g = torch.bmm(d.mT, d)
@@ -690,23 +703,24 @@ class _BatchKey(NamedTuple):
 
     shape: FactorShape
     mask_id: int  # of the mask of the rows that take part
-    linears: Hashable  # not None if the pairs are multiplied in one batch
+    linear_key: Hashable  # not None if the pairs are multiplied in one batch
 
 
 def _batch_key(ready: ReadyPair, is_small: bool) -> _BatchKey:
     """Return the key of a pair.
 
-    Equal pairs of Linears are multiplied in one batch if they are small. A CPU
-    multiplies large ones faster in strips of a triangle. On a GPU, all count as small.
+    Equal pairs of Linears are multiplied in one batch if they are small. For a large
+    pair, a CPU is faster if it computes only the upper triangles, in strips. On a GPU,
+    all pairs count as small.
     """
     pair = ready.pair
-    linears: Hashable = None
+    linear_key: Hashable = None
     kind = pair.block.kinds.get(pair.module)
     multiplies_rows = kind is not None and kind.multiplies_rows
     if type(pair.block) is KroneckerBlock and multiplies_rows and is_small:
         dtypes = (pair.x.dtype, pair.d.dtype)
-        linears = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
-    return _BatchKey(pair.staged.shape, id(ready.row_mask.mask), linears)
+        linear_key = (pair.x.shape, pair.d.shape, dtypes, pair.block.trains_bias)
+    return _BatchKey(pair.staged.shape, id(ready.row_mask.mask), linear_key)
 
 
 # ----------------------------------------------------------------- which rows take part
@@ -717,13 +731,13 @@ def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
     groups: list[RowGroup] = []
     gradients: list[Tensor] = []
     for pair in pairs:
-        if pair.gradient is None or pair.group.all_take_part:
+        if pair.unrecorded_gradient is None or pair.group.all_take_part:
             continue
         if not pass_is_over or pair.backward_pass.may_leave_out_rows(pair.group):
             groups.append(pair.group)
-            gradients.append(pair.gradient)
+            gradients.append(pair.unrecorded_gradient)
 
-    # The gradients of layers that see the same rows are compared with 0 as one stack.
+    # The gradients of layers that see the same rows are compared with 0 in one stack.
     if groups:
         keys: list[Hashable] = []
         for group, d in zip(groups, gradients, strict=True):
@@ -731,27 +745,27 @@ def find_rows_with_gradient(pairs: Sequence[Pair], pass_is_over: bool) -> None:
         sizes = [d.numel() for d in gradients]
         max_size = max_stacked_elements(gradients[0].device)
         for members in group_equal(keys, sizes, max_size):
-            mask = as_stack([gradients[i] for i in members]).any(-1)
-            has_gradient = mask[0] if len(members) == 1 else mask.any(0)
+            by_layer = as_stack([gradients[i] for i in members]).any(-1)
+            has_gradient = by_layer[0] if len(members) == 1 else by_layer.any(0)
             groups[members[0]].add(RowMask(has_gradient, 0))  # the count is not read
     if not pass_is_over:
-        by_id = {id(pair.group): pair.group for pair in pairs}
-        _read_complete_groups(by_id.values())
+        distinct_groups = {id(pair.group): pair.group for pair in pairs}
+        _mark_complete_groups(distinct_groups.values())
 
 
-def _read_complete_groups(groups: Iterable[RowGroup]) -> None:
-    """Find, in one device read, the groups that have a gradient in every row by now."""
-    unknown: list[RowGroup] = []
+def _mark_complete_groups(groups: Iterable[RowGroup]) -> None:
+    """Mark, after one device read, the groups whose rows all have a gradient by now."""
+    candidates: list[RowGroup] = []
     masks: list[Tensor] = []
     for group in groups:
         if group.has_gradient is not None:
-            unknown.append(group)
+            candidates.append(group)
             masks.append(group.has_gradient)
-    if not unknown:
+    if not candidates:
         return
     device = masks[0].device
     flags = torch.stack([mask.all().to(device) for mask in masks])
-    for group, is_complete in zip(unknown, flags.tolist(), strict=True):
+    for group, is_complete in zip(candidates, flags.tolist(), strict=True):
         if is_complete:
             group.add(full_row_mask(group.num_rows))
 
@@ -771,8 +785,8 @@ def split_pair(pair: Pair) -> tuple[ReadyPair, list[Pair]]:
     if row_mask.mask is None or group.are_selected:
         return ready, []
     index = (~row_mask.mask).nonzero().squeeze(1)
-    leading = len(group.shape)
-    x = pair.x.reshape(group.num_rows, *pair.x.shape[leading:])[index]
+    num_leading = len(group.shape)  # dimensions
+    x = pair.x.reshape(group.num_rows, *pair.x.shape[num_leading:])[index]
     # So far, the gradient of these rows is zero at all layers, including this one.
-    d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
-    return ready, [replace(pair, x=x, d=d, index=index, gradient=None)]
+    d = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[num_leading:])
+    return ready, [replace(pair, x=x, d=d, index=index, unrecorded_gradient=None)]
