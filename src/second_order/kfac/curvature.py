@@ -286,7 +286,7 @@ class KFAC(LayeredCurvature):
             self.layers,
             drift=self.drift,
             rule=rule,
-            inverter=system.inverter,
+            make_inverter=system.inverter,
         )
         self._averaged_at = 0  # the step of the last update of the running averages
         # The mean curvature of all layers at the last refresh, for the floor of γ.

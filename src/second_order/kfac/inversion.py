@@ -94,9 +94,10 @@ DAMPING_ENTRY = "damping"
 class Outcome(IntEnum):
     """The outcome of computing a layer's inverse. Ranks agree on the largest number.
 
-    A rank that decomposes no factor of the layer reports PENDING, unless it found the
-    layer unverified or failed to damp it. Each other rank reports the outcome of the
-    factors that it decomposes. If the reports differ, the ranks agree on:
+    A rank that decomposes factors of the layer reports the outcome of these factors. A
+    rank that decomposes none reports PENDING. Either rank reports UNVERIFIED if it
+    found the layer unverified, and FAILED if it could not compute γ. If the reports
+    differ, the ranks agree on:
 
         VALID and PENDING       VALID. The PENDING rank decomposes no factor: without
                                 threads, all factors are finished within the step. With
@@ -235,7 +236,8 @@ def stack_means(
     for by_layer in same_shape.values():
         blocks = list(by_layer)
         stack = torch.stack(list(by_layer.values()), dim=1)
-        # The last row of a routed layer has the shares of the examples, so drop it.
+        # If a layer is routed, its last entry has no means, but the groups' shares of
+        # the examples. Drop it.
         stacks.append((blocks, stack[: len(blocks[0].shape.factor_names)]))
     return stacks
 
@@ -270,7 +272,7 @@ class Inverses:
         layers: Layers,
         drift: Drift | None = None,
         rule: SelectionRule | None = None,
-        inverter: Callable[..., Inverter] | None = None,
+        make_inverter: Callable[..., Inverter] | None = None,
     ) -> None:
         self.training = training
         self.options = options
@@ -281,9 +283,10 @@ class Inverses:
         self._damping_floor = options.floor
         self._drift = drift
         self._rule = rule
-        make_inverter: Callable[..., Inverter] = inverter or SynchronousInverter
+        self.is_synchronous = make_inverter is None
+        if make_inverter is None:
+            make_inverter = SynchronousInverter
         self.inverter = make_inverter(training, options, self.solver)
-        self.is_synchronous = inverter is None
         self.waits_for_all = self.inverter.staleness == 0
         self.scaled = options.grafting == "gradient"
         self.damping_option: Damping = math.nan
@@ -294,8 +297,8 @@ class Inverses:
         """Adopt a plan: drop all records of inverses, and request all of its layers."""
         self.step_plan = step_plan
         is_single_process = self.training.world.size == 1
-        has_device = self.training.device.type != "cpu"
-        self.measures_early = self.is_synchronous and is_single_process and has_device
+        is_on_gpu = self.training.device.type != "cpu"
+        self.measures_early = self.is_synchronous and is_single_process and is_on_gpu
         self.requested: set[KroneckerBlock] = set(step_plan.layers)
         self.states: dict[KroneckerBlock, InverseState] = {}
         self._drop_pending()
@@ -350,7 +353,8 @@ class Inverses:
                 self.damping_option = self._evaluate_damping_option()
                 self._submit(due, mean_curvature)
 
-            # Collect the decompositions that are finished.
+            # Collect the decompositions that are finished. Measure cosines before the
+            # device read shows which attempts to decompose were accurate.
             cosine_tensors: dict[KroneckerBlock, Tensor] = {}
             if self.measures_early and self._drift is not None:
                 cosine_tensors = self._compare_attempts()
@@ -366,14 +370,12 @@ class Inverses:
             ]
             decompositions = self._exchange(valid)
             previous = self._install(valid, decompositions)
-            is_unverified: dict[KroneckerBlock, bool] = {}
             for block, outcome in outcomes.items():
-                is_unverified[block] = outcome is Outcome.UNVERIFIED
                 if outcome is not Outcome.VALID:
                     self._record_no_inverse(block, outcome)
 
-            # Some due layers were still pending above. Submit those that are finished
-            # and have an inverse. The others wait until they are due again.
+            # Some due layers were still pending above. Submit those that now have an
+            # inverse. The others wait until they are due again.
             resubmitted = [block for block in due_while_pending if block.solved]
             if resubmitted:
                 self._submit(resubmitted, mean_curvature)
@@ -383,10 +385,16 @@ class Inverses:
             self.requested = set(self.step_plan.layers)
             raise
         self.requested.clear()
+
+        # Warn of layers without valid statistics. Raise if a layer failed repeatedly.
+        is_unverified: dict[KroneckerBlock, bool] = {}
+        for block, outcome in outcomes.items():
+            is_unverified[block] = outcome is Outcome.UNVERIFIED
         self.layers.warn_of_no_statistics(is_unverified)
         self._raise_on_repeated_failures(outcomes)
 
         # A cosine is valid only if the attempt itself was installed, without a retry.
+        # The caller measures the cosines of the layers that remain in `previous`.
         cosines: dict[KroneckerBlock, float] = {}
         if cosine_tensors:
             values = read.numbers(cosine_place)
@@ -446,8 +454,9 @@ class Inverses:
     def _damp_and_submit(
         self, factors: Mapping[KroneckerBlock, KroneckerFactors]
     ) -> None:
-        """Compute γ of layers that this rank preconditions, and submit its factors."""
-        # A rank decomposes factors only of layers that it preconditions.
+        """Compute γ of layers, and submit the factors that this rank decomposes."""
+        # A rank decomposes factors only of layers that it preconditions, and needs γ
+        # only of these.
         step_plan = self.step_plan
         preconditioned = {
             block: layer_factors
@@ -457,7 +466,9 @@ class Inverses:
         try:
             self._dampings |= self.compute_dampings(preconditioned, self.pending)
             self.inverter.submit(self._make_jobs(preconditioned))
-        except Exception as error:  # all ranks must reach the all-reduce of outcomes
+        except Exception as error:
+            # All ranks must reach the all-reduce of outcomes, so record the error. A
+            # layer that this rank has damped, and does not invert, has not failed.
             for block in preconditioned:
                 if block in step_plan.to_invert or block not in self._dampings:
                     self._results[block] = Result(block, error=describe_error(error))
@@ -478,32 +489,36 @@ class Inverses:
         for blocks, means in stack_means(factors):
             curvature = layer_mean_curvature(means)  # (layers,)
 
-            # damping=: a number or a tensor, a scalar if all share it, else (layers,).
+            # The layers' ``damping=``: a number or a scalar if all layers have the same,
+            # otherwise a tensor (layers,).
             damping_options = [pending[b].damping_option for b in blocks]
             damping_option: Any = merge_numbers(damping_options, curvature)
             if isinstance(damping_option, Tensor):
                 damping_option = damping_option.to(curvature)
 
-            # γ has the same type and shape; it is (layers,) if damping is relative.
+            # γ has the same type and shape, or is (layers,) if damping is relative.
             damping = damping_option
             if self.options.relative_damping:
                 # All of these layers were submitted at one step, so they share a floor.
                 # load() submits pending inverses one by one, as their steps may differ.
                 floor = self._damping_floor * pending[blocks[0]].mean_curvature
-                # If a layer's gradients vanish, its curvature is 0. It then counts as
-                # 1, because the floor may be 0 as well.
+                # If a layer's gradients vanish, its curvature is 0. Use 1 instead,
+                # because the floor may be 0 as well.
                 positive = curvature.masked_fill(curvature <= 0, 1.0)
                 damping = damping_option * positive.clamp_min(floor)
 
-            # Split all numbers by layer.
+            # Split γ and the mean eigenvalues by layer.
             mean_eigenvalues = (curvature + damping).unbind()
             layer_dampings: Sequence[Damping] = [damping] * len(blocks)
+            group_damping = damping
             if isinstance(damping, Tensor):
                 layer_dampings = damping.expand_as(curvature).unbind()
-                damping = damping.unsqueeze(-1)  # the groups of a layer share it
+                group_damping = damping.unsqueeze(-1)  # the groups of a layer share it
+
+            # Compute what is added to each factor's diagonal, and split it by layer.
             shape = blocks[0].shape
             added: list[dict[str, Tensor]] = [{} for _ in blocks]
-            split = self.solver.split_damping(means, damping, shape.exact)
+            split = self.solver.split_damping(means, group_damping, shape.exact)
             for factor_name, numbers in zip(shape.factor_names, split, strict=True):
                 if numbers is not None:
                     for layer_added, number in zip(added, numbers, strict=True):
@@ -530,16 +545,17 @@ class Inverses:
             problems: dict[str, Problem] = {}
             for factor_name in step_plan.to_invert[block]:
                 problems[factor_name] = Problem(
-                    layer_factors.entries[factor_name],
-                    shape.dims[factor_name],
-                    self._dtype,
+                    stored=layer_factors.entries[factor_name],
+                    dim=shape.dims[factor_name],
+                    dtype=self._dtype,
                     added=added.get(factor_name),
                     is_diagonal=factor_name in shape.diagonals,
                 )
             # If a layer has an inverse, it has had statistics. Otherwise, the inverter
             # reads the weight of the averages, which is 0 without statistics.
             weight = None if block.solved else layer_factors.weight
-            jobs.append(Job(block, problems, step_plan.costs[block], weight))
+            cost = step_plan.costs[block]
+            jobs.append(Job(block, problems=problems, cost=cost, weight=weight))
         return jobs
 
     # -------------------------------------------------------------------------- collect
@@ -612,13 +628,13 @@ class Inverses:
             # The inverter only returns layers that a step must wait for, so no rank has
             # an outcome at this step.
             blocks = []
-        agreed = [self._local_outcome(block) for block in blocks]
+        outcomes = [self._local_outcome(block) for block in blocks]
         if self.training.world.size > 1:
-            agreed = self._max_over_ranks(agreed, gradients)
+            outcomes = self._max_over_ranks(outcomes, gradients)
 
         return {
             block: outcome
-            for block, outcome in zip(blocks, agreed, strict=True)
+            for block, outcome in zip(blocks, outcomes, strict=True)
             if outcome is not Outcome.PENDING
         }
 
@@ -680,8 +696,8 @@ class Inverses:
         if self.step_plan.row.size == 1 or not valid:
             for block in valid:
                 if block in preconditioned:
-                    # Drop the result, so that the caller can free the decompositions
-                    # one by one.
+                    # Drop the result, so that its decompositions are freed as soon as
+                    # they are combined.
                     result = self._results.pop(block)
                     decompositions[block] = dict(result.decompositions)
             return decompositions
@@ -697,9 +713,9 @@ class Inverses:
                 decomposition = self.solver.unpack_message(message, dim)
                 decompositions[block][factor_name] = decomposition
             if not self.is_synchronous:
-                # A copy, because a view would keep the whole message in memory.
-                numbers = received.pop((block, DAMPING_ENTRY))[0].clone()
-                damping, mean_eigenvalue = numbers.unbind()
+                # Copy the numbers, because a view keeps the whole message in memory.
+                (numbers,) = received.pop((block, DAMPING_ENTRY))
+                damping, mean_eigenvalue = numbers.clone().unbind()
                 self._dampings[block] = LayerDamping(damping, mean_eigenvalue, {})
             self._results.pop(block, None)
         return decompositions
@@ -739,7 +755,7 @@ class Inverses:
             # The inverse rank of A also sends the damping.
             if not self.is_synchronous:
                 key = (block, DAMPING_ENTRY)
-                shapes[key] = ((2,),)
+                shapes[key] = ((2,),)  # γ and the mean eigenvalue
                 routes[key] = routes[block, "A"]
                 if "A" in own and block in self._dampings:
                     layer_damping = self._dampings[block]
@@ -771,7 +787,8 @@ class Inverses:
 
         Returns the inverses that it replaced, if refresh intervals follow drift.
         """
-        # Gradient workers stack same-shape layers' decompositions into one inverse.
+        # Gradient workers compute the inverses of same-shape layers as one stack, and
+        # split it by layer.
         previous: dict[KroneckerBlock, Inverse] = {}
         for batch in self.step_plan.batches:
             in_batch: dict[KroneckerBlock, dict[str, Decomposition]] = {}
@@ -806,13 +823,13 @@ class Inverses:
             block.mark_solved()
         return previous
 
-    def _take_pending(self, block: KroneckerBlock) -> PendingInverse:
-        """Remove and return a layer's pending inverse. Drop its job and its results."""
+    def _drop_pending_layer(self, block: KroneckerBlock) -> None:
+        """Drop a layer's pending inverse, its job and its results."""
         # If another rank failed, a thread of this rank may still decompose its factors.
         self.inverter.forget(block)
         self._dampings.pop(block, None)
         self._results.pop(block, None)
-        return self.pending.pop(block)
+        del self.pending[block]
 
     def _combine(
         self, decompositions: dict[KroneckerBlock, dict[str, Decomposition]]
@@ -824,16 +841,15 @@ class Inverses:
         shape = next(iter(decompositions)).shape
         stacked: dict[str, Decomposition] = {}
         for factor_name in shape.factor_names:
-            # A decomposition is a tuple, such as eigenvectors and eigenvalues. Stack
-            # all eigenvectors to (layers x groups, ...), then all eigenvalues.
-            same_factor = [
-                by_name.pop(factor_name) for by_name in decompositions.values()
-            ]
-            same_part = zip(*same_factor, strict=True)
-            stacked[factor_name] = tuple(map(join_groups, same_part))
+            by_layer = [by_name.pop(factor_name) for by_name in decompositions.values()]
+            # A decomposition is a tuple, such as eigenvectors and eigenvalues. Join
+            # the eigenvectors of all layers to (layers x groups, ...), then the
+            # eigenvalues.
+            by_part = zip(*by_layer, strict=True)
+            stacked[factor_name] = tuple(map(join_groups, by_part))
 
-        # Stack γ and the mean eigenvalues in the same order. All tensors of the
-        # decompositions have the same dtype and device.
+        # Stack γ and the mean eigenvalues in the same order, with the dtype and device
+        # that all tensors of the decompositions have.
         dampings: list[Damping] = []
         mean_eigenvalues: list[Damping] = []
         for block in decompositions:
@@ -850,12 +866,12 @@ class Inverses:
     def _record_no_inverse(self, block: KroneckerBlock, outcome: Outcome) -> None:
         """Record that a layer has no new inverse.
 
-        It keeps its last one if its factors could not be decomposed (FAILED). It loses
-        its last one if it has no statistics, or unverified ones.
+        If its factors could not be decomposed (FAILED), it keeps its last inverse. If
+        it has no statistics, or unverified ones, it loses its last inverse.
         """
         result = self._results.get(block)
         error = "" if result is None else result.error
-        self._take_pending(block)
+        self._drop_pending_layer(block)
         if outcome is Outcome.FAILED:
             block.count_failed_refresh()
             self.num_failures += 1
@@ -868,8 +884,8 @@ class Inverses:
             # The refresh intervals depend on which layers have inverses.
             self._drift.invalidate()
         if outcome is Outcome.NO_STATISTICS:
-            # The optimizer warns of a layer whose hooks captured no pair. If they
-            # captured pairs without examples, the layer is in use.
+            # If the layer's hooks captured no pair, the optimizer warns. If they
+            # captured pairs without examples, it does not, because the layer is in use.
             block.drop_inverse_at_refresh(
                 no_statistics=block.status is LayerStatus.NOT_CAPTURED
             )
@@ -940,6 +956,6 @@ class Inverses:
         for block in blocks:
             block.drop_inverse()
             if block in self.pending:
-                self._take_pending(block)
+                self._drop_pending_layer(block)
             self.states.pop(block, None)
             self.requested.add(block)
