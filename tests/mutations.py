@@ -645,7 +645,7 @@ a slice that keeps its stack  <-  queued_statistics::the_state_refers_to_the_sta
     self.factors.entries[name] = factor.clone()  =>  pass
 gradients set to None by the model kept as statistics
   <-  example_counts::a_discriminator_counts_its_own_passes
-    return self.staged.pairs > 0 and not self.has_gradient  =>  return False
+    return not self.staged.empty and not self.has_gradient  =>  return False
 a Linear with an activation behind it taken for one
   <-  verification::a_subclass_that_computes_something_else_falls_back
     if residual > TOLERANCE:  =>  if False:

@@ -83,8 +83,8 @@ LOSS_NOT_FINITE = (
 )
 NOT_FINITE = (PAIRS_NOT_FINITE, UPDATE_NOT_FINITE, LOSS_NOT_FINITE)
 NO_SUMS = (
-    "the gradients were not summed over the whole epoch: no parameter trained, the parameters "
-    "that train have changed, or the checkpoint that the epoch continues lacks the sums"
+    "the gradients were not summed over the whole epoch: no parameter trained, the set of "
+    "trainable parameters changed, or the epoch was resumed from a checkpoint without the sums"
 )
 
 
@@ -100,7 +100,7 @@ def empty_sums(flat_params: FlatParams) -> EpochSums:
     """Return zeros of the shapes and dtypes of an epoch's sums."""
     n = flat_params.size
     start_dtype = lanczos_dtype(flat_params.params)
-    # torch loads complete states only if all tensors are on one device.
+    # torch loads full state dicts only if all tensors are on one device.
     device = flat_params.params[0].device
     return EpochSums(
         start=torch.zeros(n, dtype=start_dtype, device=device),

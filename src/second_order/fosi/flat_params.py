@@ -204,10 +204,10 @@ class FlatParams:
     def update_layout(self) -> bool:
         """Lay out the vector again if other parameters train, or if its dtype changes.
 
-        Collective, if so.
+        Collective if it lays out the vector.
 
         Returns:
-            Whether this laid out the vector again.
+            Whether the vector was laid out again.
         """
         trainable = self._training.trainable_params()
         same_params = list(map(id, trainable)) == list(map(id, self.params))

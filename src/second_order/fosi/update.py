@@ -529,7 +529,7 @@ class FOSICurvature(Curvature):
     # -------------------------------------------------------------------------- changes
 
     def adopt_params(self) -> None:
-        """Lay out the vector again if other parameters train or its dtype changed."""
+        """Lay out the vector again if its dtype or the trainable parameters changed."""
         if self.flat_params.update_layout():
             self.handle_changed_params()
         self.flat_params.check_gradients()
@@ -553,7 +553,7 @@ class FOSICurvature(Curvature):
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
         check_one_vector(self.training, self.options)
-        # Raises if the gradient would have the weight 0 in Newton steps' momentum.
+        # Raises if the gradient would have weight 0 in the momentum of Newton steps.
         if self.computes_pairs and self.options.num_pairs > 0:
             momentum_rule(self.options.subspace_momentum, self.training.groups[0])
 

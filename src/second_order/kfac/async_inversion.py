@@ -112,7 +112,7 @@ def default_num_threads() -> int:
     """Return half of this process's share of the cores, from 1 to MAX_THREADS.
 
     The processes that ``torchrun`` starts on a host share its cores equally. Training
-    uses the other half of the share.
+    uses the other half of this process's share.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):

@@ -8,14 +8,14 @@ shared numbers are. A training run resumes in this order:
     load       loads the state of throttle, drift, step scale and clip, reads the
                remaining shared numbers, and calls ``install``
     install    loads the running averages of layers that have none, installs the saved
-               inverses and the state of THOR's rule, and computes again those inverses
-               that were pending
+               inverses and the state of THOR's rule, and recomputes the inverses that
+               were pending
     assign     may come next, before the first step: if the script freezes or unfreezes
                parameters after loading, the optimizer assigns the layers to ranks
                again. This drops all inverses, so the optimizer calls ``install`` again.
     agree      at the first step, requests a refresh of each layer if any rank lacks an
                entry that it needs for this layer. The averages of a layer start again
-               if a factor is lost, or has another size because the layer's bias was
+               if a factor is lost, or if its size changed because the layer's bias was
                frozen or unfrozen.
 
 ``load`` and ``install`` return a :class:`Resumption`, which the optimizer keeps until

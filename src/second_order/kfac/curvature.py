@@ -305,8 +305,8 @@ class KFAC(LayeredCurvature):
             self.step_scale = StepScale(bounds)
         adapts = self.drift is not None or self.step_scale is not None
         self._uses_reports = adapts or options.floor != 0
-        # The layers that were due for a refresh at the last step, and its ν. ν is None
-        # if nothing was clipped.
+        # The layers that were due for a refresh at the last step, and the KL clip ν of
+        # that step. ν is None if nothing was clipped.
         self._due: Sequence[KroneckerBlock] = ()
         self._clip_factor: Scalar | None = None
         self._closed = False
@@ -399,7 +399,8 @@ class KFAC(LayeredCurvature):
         """Reassign layers to ranks if the layers that train have changed. Collective.
 
         At the first step, the ranks also agree on the reduction of the losses. Call
-        this before gradients are averaged: new owners then receive the means.
+        this before gradients are averaged, so that new owners receive the averaged
+        gradients.
         """
         if self.training.world.size > 1:
             has_passes = bool(self.layers.collector.step_passes.passes)

@@ -35,8 +35,8 @@ class Report(NamedTuple):
     """What this rank reports of a refresh.
 
     Attributes:
-        read: The device read to which the numbers below were added. Each slice is the
-            place of its numbers in it.
+        read: The device read to which the numbers below were added. Each slice below is
+            the place of its numbers in this read.
         slopes: This rank's part of the slope, one number; none if the step scale has
             kept no copy of the last step.
         layers: The layers whose mean curvature this rank reports.

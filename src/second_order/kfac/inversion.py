@@ -236,8 +236,8 @@ def stack_means(
     for by_layer in same_shape.values():
         blocks = list(by_layer)
         stack = torch.stack(list(by_layer.values()), dim=1)
-        # If a layer is routed, its last entry has no means, but the groups' shares of
-        # the examples. Drop it.
+        # The last entry of a routed layer is not a mean eigenvalue, but its groups'
+        # shares of the examples. Drop it.
         stacks.append((blocks, stack[: len(blocks[0].shape.factor_names)]))
     return stacks
 

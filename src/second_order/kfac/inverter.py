@@ -164,7 +164,7 @@ class SynchronousInverter:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Attempt to decompose layers' factors, those of equal size together."""
-        self._submitted = None  # not collected, if the last refresh raised
+        self._submitted = None  # left over if the last refresh raised
         if not jobs:
             return
 

@@ -410,7 +410,7 @@ class Layers:
 
         Args:
             sums: The statistics of each layer.
-            decay: Weight of the past, for layers whose groups do not set
+            decay: Weight of earlier statistics, for layers whose groups do not set
                 ``factor_decay``.
         """
         own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
@@ -470,8 +470,8 @@ class Layers:
         at each step.
 
         Args:
-            agreed: Whether any rank found a layer unverified, for the layers that were
-                due at a refresh and whose outcome all ranks know.
+            agreed: Has the layers that were due at a refresh and whose outcome all
+                ranks know. The value is whether any rank found the layer unverified.
         """
         without_statistics: list[KroneckerBlock] = []
         for block, is_unverified in agreed.items():

@@ -332,7 +332,7 @@ class StepPlan:
         sources: For each factor that this row preconditions with, the rank that
             decomposes it and sends it to the row, by its position in the row. For
             example 1 for rank 3 in the row of ranks 2 and 3.
-        costs: Number of operations for the inverse of each layer.
+        costs: Number of operations needed to compute each layer's inverse.
         batches: The layers that this rank preconditions, in batches of equal shape.
     """
 

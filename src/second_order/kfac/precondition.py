@@ -321,7 +321,7 @@ def compare_inverses(
         if not refreshed:
             continue
 
-        # P by the previous inverses and by the new ones, (layers, elements).
+        # P with the previous inverses and with the new ones, (layers, elements).
         gradient = batch.select(preconditioned.gradient, refreshed)
         old_inverse = stack_inverses([previous[blocks[i]] for i in refreshed])
         old_result = old_inverse.precondition(gradient.to(dtype)).to(gradient.dtype)

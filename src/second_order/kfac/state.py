@@ -450,7 +450,7 @@ def check_saved(
     """Check the entries of a checkpoint before any of them is loaded.
 
     A layer's tensors may also have the shapes that they would have if its bias were
-    frozen, or were not. The shapes of a parameter without a block are not checked.
+    frozen or unfrozen. The shapes of a parameter without a block are not checked.
 
     Raises:
         ValueError: If an entry is unknown, missing, non-finite or out of bounds, or
@@ -535,7 +535,8 @@ def load_inverses(
 ) -> LoadedInverses:
     """Read the inverses of the trainable layers, and those that were pending.
 
-    If a layer's factors have another size, so may its inverse. Both are dropped later.
+    If the size of a layer's factors has changed, that of its inverse may have changed
+    as well. Both are dropped later.
     """
     rank = inverses.training.world.rank
     damping = _read_shared_number(saved, DAMPING, -1.0)
@@ -585,7 +586,8 @@ def _read_inverse(
 ) -> LoadedInverse:
     """Read the tensors of an inverse; return ``loaded`` if this run cannot use them.
 
-    It may have another solver or ``grafting``, or the checkpoint may lack the tensors.
+    The saved run may have had another solver or ``grafting``, or the checkpoint may
+    lack the tensors.
     """
     names = inverses.solver.saved_shapes(block.shape)
     if not part.keys() >= {INVERSE_DAMPING, *names}:

@@ -283,7 +283,7 @@ class StepScale:
         """
         self._negative_step = {}  # no refresh has measured the previous step
         scale = self.state.scale
-        # Each parameter comes once, because layers may share a bias.
+        # List each parameter once, because layers may share a bias.
         params: dict[Tensor, None] = {}
         if keep_step or scale != 1.0:
             for block in blocks:
@@ -350,7 +350,7 @@ class StepScale:
 def _sum_products(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
     """Sum the scalar products of gradients and steps, in the dtypes of the gradients.
 
-    Returns a float32 scalar in a list; an empty list without products.
+    Returns a float32 scalar in a list, or an empty list if there are no products.
     """
     # Compute products of small tensors together, up to a number of bytes, of which each
     # product has a share. The shares of a group add up to 1 at most.
@@ -363,7 +363,7 @@ def _sum_products(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> list[
 
     sums: list[Tensor] = []
     for group in group_equal(kinds, shares, max_size=1):
-        if len(group) == 1:  # without a copy
+        if len(group) == 1:  # needs no copy
             gradient = gradients[group[0]].flatten()
             step = steps[group[0]].flatten()
         else:

@@ -158,7 +158,7 @@ def save_input(x: Tensor) -> Callable[[], Tensor]:
 def hold_input(x: Tensor) -> Callable[[], Tensor]:
     """Hold an input itself. Returns a function as :func:`save_input` does.
 
-    If no hook packs saved tensors, this does the same in much less time.
+    If no hook packs saved tensors, this is equivalent, and takes much less time.
     """
     # An x that is changed in place has the layer's node in its history.
     held = x.detach()
@@ -311,7 +311,7 @@ def _find_weight(product: Any) -> tuple[Tensor | None, int]:
 
 
 def read_product_input() -> Tensor:
-    """Return the input of the product whose node's hook is running, detached.
+    """Return the detached input of the product whose node's hook is running.
 
     A hook that held the input instead could keep the node, and so itself, alive: the
     history of an input that was changed in place contains the node.

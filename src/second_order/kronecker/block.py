@@ -236,12 +236,12 @@ class KroneckerBlock:
         return self.bias is not None and self.bias.requires_grad
 
     def _shape_if(self, training: Sequence[bool]) -> FactorShape:
-        """The sizes of the factors if these of the parameters are trainable."""
+        """The sizes of the factors, given whether each parameter is trainable."""
         module = self.modules[0]
         return self.kinds[module].shape(module, any(training[1:]))
 
     def possible_shapes(self) -> list[FactorShape]:
-        """The sizes that the factors have, depending on which parameters are frozen."""
+        """All sizes that the factors may have, depending on the frozen parameters."""
         cases = itertools.product((True, False), repeat=len(self.all_params))
         return [self._shape_if(training) for training in cases]
 
@@ -566,7 +566,7 @@ def split_by_parameter(
 
 
 def stack_inverses(inverses: Sequence[Inverse]) -> Inverse:
-    """The inverses of equal layers as one, ``(layers x groups, ...)``."""
+    """Stack the inverses of equal layers into one, ``(layers x groups, ...)``."""
     if len(inverses) == 1:
         return inverses[0]
     stacks: dict[str, Tensor] = {}
@@ -637,7 +637,7 @@ class LayerBatch:
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def select(self, matrices: Tensor, indices: Sequence[int]) -> Tensor:
-        """Select the matrices of some layers. Those of neighbors are not copied."""
+        """Select the matrices of some layers. Adjacent layers need no copy."""
         if len(indices) == len(self.blocks):
             return matrices
         by_layer = matrices.unflatten(0, (len(self.blocks), -1)).unbind()
@@ -646,9 +646,9 @@ class LayerBatch:
     def parameter_parts(self, results: Tensor) -> list[Tensor]:
         """Split results by the entries of :attr:`params`.
 
-        A part may have another shape than its parameter.
-        On a GPU the parts are contiguous, as most gradients are: a foreach kernel
-        copies all tensors only if source and target have equal strides.
+        The shape of a part may differ from that of its parameter. On a GPU, the parts
+        are contiguous, as most gradients are: a foreach kernel copies all tensors only
+        if source and target have equal strides.
         """
         stacks = split_by_parameter(results, self._layout, len(self.blocks))
         if not results.is_cpu:

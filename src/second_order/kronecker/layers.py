@@ -644,7 +644,7 @@ class Layout:
 
     Examples:
         Linear(3, 5), weight and bias:       views (1, 5, 3), (1, 5, 1), axis 2
-        two groups of it:                    views (1, 2, 5, 3), (1, 2, 5, 1), axis 3
+        the same with two groups:            views (1, 2, 5, 3), (1, 2, 5, 1), axis 3
         LayerNorm(8), whose G is 16 x 16:    views (1, 8, 1), (1, 8, 1), axis 1
         LayerNorm(8), whose G is diagonal:   views (1, 8, 1, 1), (1, 8, 1, 1), axis 1
     """

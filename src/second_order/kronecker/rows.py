@@ -146,7 +146,8 @@ class BackwardPass:
         serial: Larger than that of all passes that began earlier, and than
             ``cleared_at`` of statistics that were cleared earlier.
         again: Whether an earlier pass went through the same calls of layers.
-        end_is_scheduled: Whether autograd will call the collector at the pass's end.
+        end_is_scheduled: Whether autograd will call the collector at the end of the
+            pass.
         layers: Staged statistics of the layers with pairs of this pass, by ``id()``.
     """
 
@@ -220,7 +221,7 @@ class BackwardPass:
             key = len(self._groups)
         self._groups[key] = group
 
-        # What this group shows about the types of the others.
+        # Numbers of rows that show the types of other groups.
         has_positions = len(rows.shape) > 1
         if has_positions or rows.family == ROUTED:
             self._position_counts.add(group.num_rows)
@@ -238,7 +239,7 @@ class BackwardPass:
         return to_row_mask(group.has_gradient)
 
     def mark_end_scheduled(self) -> None:
-        """Note that autograd will call the collector at the pass's end."""
+        """Record that autograd will call the collector at the end of the pass."""
         self.end_is_scheduled = True
 
     def mark_repeated(self) -> bool:

@@ -183,15 +183,15 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
         inverse = matrix.reciprocal()
         return (inverse,), _zero_if_finite(matrix + inverse)
     factor, info = torch.linalg.cholesky_ex(matrix)
-    # The diagonal of a failed factor becomes NaN, so that its error is NaN. Some
-    # routines would raise for a 0 there.
+    # Make the diagonal of a failed factor NaN, so that its error is NaN. Some routines
+    # would raise an error if it had a 0.
     failed = info != 0
     factor.diagonal(dim1=-2, dim2=-1).masked_fill_(failed.unsqueeze(1), torch.nan)
     if factor.is_cpu:
         inverse = torch.cholesky_inverse(factor).mT  # row-major
     else:
-        # cholesky_inverse would take one matrix after the other. To invert a batch of
-        # triangles and to multiply them takes half the time.
+        # On a GPU, cholesky_inverse inverts the matrices one by one. It takes half the
+        # time to invert all triangles as a batch and to multiply them.
         identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
         inverted = torch.linalg.solve_triangular(factor, identity, upper=False)
         inverse = inverted.mT @ inverted

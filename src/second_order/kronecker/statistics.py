@@ -512,9 +512,9 @@ class StatisticsCollector:
                 rounds.append([])
             rounds[index].append(ready_pair)
 
-        # In a round, add the pairs together whose records can be stacked.
+        # In each round, add those pairs together whose records can be stacked.
         for pairs in rounds:
-            pairs.sort(key=lambda ready: self._positions.get(ready.pair.block, 0))
+            pairs.sort(key=lambda member: self._positions.get(member.pair.block, 0))
             keys: list[tuple[torch.device, tuple[int, ...]]] = []
             for ready_pair in pairs:
                 staged = ready_pair.pair.staged
@@ -606,7 +606,7 @@ class StatisticsCollector:
             counts = [single.num_examples for single in formed]
             num_examples = merge_numbers(counts, records)
             if shape.routed:
-                # The last part of the record has no means, but the groups' examples.
+                # The last part has the numbers of the groups' examples, not means.
                 counts_by_group = means.pop()
                 by_pair = [cast(Tensor, single.examples_per_group) for single in formed]
                 counts_by_group.copy_(torch.stack(by_pair))

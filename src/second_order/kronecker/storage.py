@@ -119,8 +119,8 @@ class DeviceRead:
 
     def __init__(self) -> None:
         self._unread: list[Tensor] = []
-        self._numbers: list[float] = []  # that were read, in order
-        self._size = 0  # count of the numbers that were added
+        self._numbers: list[float] = []  # read so far, in order
+        self._size = 0  # how many numbers were added
 
     def add(self, tensors: Iterable[Tensor]) -> slice:
         """Add tensors, and return the place of their numbers for :meth:`numbers`."""
@@ -131,7 +131,7 @@ class DeviceRead:
         return slice(start, self._size)
 
     def numbers(self, place: slice) -> list[float]:
-        """Return the numbers at a place, and read the device if they were not read."""
+        """Return the numbers at a place. Read the device if they were not read yet."""
         if place.stop > len(self._numbers):
             self._numbers += read_numbers(self._unread)
             self._unread = []
@@ -188,8 +188,8 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
 def join_groups(parts: Sequence[Tensor]) -> Tensor:
     """Join layers' tensors ``(groups, ...)`` to ``(layers x groups, ...)``.
 
-    Returns a view where :func:`as_stack` does, and the tensor itself if it is the only
-    one.
+    Returns a view whenever :func:`as_stack` does. If there is only one tensor, returns
+    that tensor.
     """
     if len(parts) == 1:
         return parts[0]

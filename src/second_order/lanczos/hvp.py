@@ -550,7 +550,7 @@ class RowSpace:
 
         The vector depends neither on the device nor on the number of processes.
         """
-        generator = torch.Generator().manual_seed(int(seed))  # may be of NumPy
+        generator = torch.Generator().manual_seed(int(seed))  # may be a NumPy integer
         vector = torch.randn(
             self.size, generator=generator, dtype=torch.float32, device="cpu"
         )

@@ -782,10 +782,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: If an entry is missing, unknown, non-finite or out of bounds,
-                does not fit, or belongs to another base. The error names the entry. All
-                entries are checked before anything is loaded. After that, only your
-                hooks, the base's own ``__setstate__``, and warnings that you turn into
-                errors can raise.
+                does not fit, or belongs to another base optimizer. The error names the
+                entry. All entries are checked before anything is loaded. After that,
+                only your hooks, the base optimizer's own ``__setstate__``, and warnings
+                that you turn into errors can raise.
         """
         check_is_state(state_dict)
         self.adopt_shards()

@@ -241,10 +241,10 @@ def _check_groups(
 
 
 def _describe_extra_names(saved_names: Sequence[str], names: Sequence[str]) -> str:
-    """Return a part of an error, which names the parameters that only one side has.
+    """Return a part of an error that names the parameters that only one side has.
 
     An optimizer leaves out parameters that are frozen when you pass it a model. Returns
-    "" if both sides have different names throughout, or none.
+    "" if no name differs, or if the two sides have no name in common.
     """
     if not set(saved_names) & set(names):
         return ""

@@ -168,7 +168,8 @@ class TraceRule:
         upper: A layer is refreshed if its trace or γ changed by more than this share.
         lower: If the trace of a layer changed by less than this share, it is no longer
             compared. The layer is then refreshed only if γ changes by more than
-            ``upper``, or if it has lost its inverse. 0: traces are always compared.
+            ``upper``, or if the layer has lost its inverse. If 0, traces are always
+            compared.
         every: Number of steps between two checks; number or callable.
 
     Raises:

@@ -83,7 +83,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return a list of at most ten names, and how many there are more."""
+    """List at most ten names, and the number of those left out."""
     listed = ", ".join(names[:MAX_NAMES])
     if len(names) > MAX_NAMES:
         listed += f" and {len(names) - MAX_NAMES} more"
