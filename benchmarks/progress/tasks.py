@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -321,7 +322,9 @@ def read_metrics(run: Run, optimizer: Any, timer: StageSeconds, evaluation_secon
 def run_all(jobs: Iterable[Job], processes: int) -> list[Run]:
     """Run jobs in a pool of processes."""
     jobs = list(jobs)
-    with ProcessPoolExecutor(processes) as pool:
+    # The processes are spawned: on CUDA builds of torch, autograd does not work in forks.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn) as pool:
         return list(tqdm(pool.map(train, jobs), total=len(jobs), leave=False))
 
 

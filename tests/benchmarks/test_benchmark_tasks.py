@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -296,8 +295,14 @@ def test_runs_above_their_base_are_counted_by_seed() -> None:
 # ---------------------------------------------------------------------------------------- as called
 
 
+def test_a_job_gives_the_same_losses_in_a_pool() -> None:
+    job = Job("unseen head", "KAISA, SGD", 0.03, 0)
+    (found,) = tasks.run_all([job], processes=1)
+    assert found.losses == tasks.train(job).losses
+
+
 def test_a_rerun_of_one_task_keeps_the_other_results(
-    shortened: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shortened: None, trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "tasks.json"
     for task in ("unseen head", "unseen diabetes"):
@@ -372,7 +377,10 @@ def test_tasks_keeps_rivals_that_are_valid(
 
 
 def test_tasks_without_data_are_left_out(
-    shortened: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shortened: None,
+    trained: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def missing() -> Task:
         raise images.MissingDataError("install the package")
@@ -434,8 +442,6 @@ def test_larger_trains_both_in_the_same_steps_at_adamws_best_rate(
     for name in (larger.FULL, larger.SHORT, larger.TIMED):
         monkeypatch.setitem(TASKS, name, TASKS["digits MLP"])  # so that it is removed afterwards
     monkeypatch.setattr(larger, "step_seconds", lambda size, threads, device: 0.1)
-    fork = multiprocessing.get_context("fork")  # starts sooner than a new process
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
     tiny = ["--layers", "1", "--width", "64", "--context", "8", "--batch", "2"]
     larger.main(["--minutes", "0.05", "--processes", "1", "--json", str(path), *tiny])
     assert "30 steps" in capsys.readouterr().out

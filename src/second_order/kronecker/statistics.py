@@ -565,17 +565,15 @@ class StatisticsCollector:
                     stack.masked_fill_(mask.view(-1, *[1] * (stack.dim() - 1)), 0.0)
 
         # Add the sums of each pair, which are slices of the stacks.
+        factors: list[dict[str, Tensor]] = []
+        for stacks in sums:
+            by_pair = zip(*map(torch.unbind, stacks.values()), strict=True)
+            factors += [dict(zip(stacks, parts, strict=True)) for parts in by_pair]
         added: list[PairSums] = []
-        for (pair, _), record in zip(in_order, records.unbind(), strict=True):
-            sums_of_pair = PassSums({}, record)
-            added.append(PairSums(pair.staged, pair.backward_pass.number, sums_of_pair))
-        start = 0
-        for stacks, length in zip(sums, lengths, strict=True):
-            in_batch = added[start : start + length]
-            start += length
-            for name, stack in stacks.items():
-                for pair_sums, factor in zip(in_batch, stack.unbind(), strict=True):
-                    pair_sums.sums.factors[name] = factor
+        rows = records.unbind()
+        for (pair, _), own, record in zip(in_order, factors, rows, strict=True):
+            pass_id = pair.backward_pass.number
+            added.append(PairSums(pair.staged, pass_id, PassSums(own, record)))
         add_pairs(added)
 
     def _sum_batch(
@@ -677,10 +675,8 @@ class StatisticsCollector:
             num_rows = num_examples
         else:
             num_rows = first.d.shape[:-1].numel()
-        if x.dim() != 3:
-            x = x.reshape(len(ready), num_rows, x.shape[-1])
-        if d.dim() != 3:
-            d = d.reshape(len(ready), num_rows, d.shape[-1])
+        x = x.reshape(len(ready), num_rows, x.shape[-1])
+        d = d.reshape(len(ready), num_rows, d.shape[-1])
 
         # Rows that do not take part are zero in A. In G they are zero already.
         if first.block.trains_bias:
